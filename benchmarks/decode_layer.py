@@ -30,7 +30,7 @@ from nanovllm.kernels.products.fp8_linear import linear
 from nanovllm.kernels.products.fp8_row import one_row
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.kv_cache import KVCache
-from nanovllm.tensors.qk_norm_rope import QKNormRope
+from nanovllm.tensors.qk_norm_rope import QKNormRope, Turn
 from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.integers import cdiv
 
@@ -64,7 +64,7 @@ class Layers:
                     part.view(torch.uint8).zero_()
         self.x, self.norm = torch.randn(1, M, dtype=DTYPE, device=DEVICE), torch.ones(M).to(DEVICE)
         self.norm = self.norm.to(DTYPE)
-        self.cos_sin = torch.randn(MAX_CONTEXT, D, device=DEVICE)
+        self.turn = Turn(torch.randn(MAX_CONTEXT, D, device=DEVICE), D)
 
     def step(self, context: int, norms: bool, attention: str) -> Callable[[], object]:
         """A call of all layers for a token behind `context` - 1 others. attention: none, two
@@ -72,7 +72,7 @@ class Layers:
         """
         last = torch.tensor([context - 1], dtype=torch.int32, device=DEVICE)
         weight = self.norm[:D]
-        how = QKNormRope((weight, weight, 1e-6), False, self.cos_sin, last, last)
+        how = QKNormRope((weight, weight, 1e-6), False, self.turn, last, last)
         where = self.table, last + 1
 
         def run() -> None:
@@ -108,7 +108,7 @@ class Layers:
         width, last, weight = cdiv(LONGEST, BLOCK), lens - 1, self.norm[:D]
         tables = torch.arange(count * width, dtype=torch.int32, device=DEVICE).view(count, width)
         slots = tables.gather(1, (last // BLOCK)[:, None].long())[:, 0] * BLOCK + last % BLOCK
-        how = QKNormRope((weight, weight, 1e-6), False, self.cos_sin, last, slots)
+        how = QKNormRope((weight, weight, 1e-6), False, self.turn, last, slots)
 
         def multiply(x: Codes, weight: Codes, partial: bool = True) -> torch.Tensor:
             return linear(x, weight, DTYPE, None, partial)

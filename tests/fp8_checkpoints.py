@@ -14,6 +14,7 @@ E4M3 = torch.float8_e4m3fn
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("w1", "w2", "w3"),  # Mixtral's experts
+    *("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"),  # layers with a state
 )
 # Families whose layers are not all alike, with what their checkpoints leave as it is.
 EXPERTS: dict[str, tuple[dict[str, Any], list[str]]] = {

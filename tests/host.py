@@ -16,6 +16,7 @@ from nanovllm.engine.block_manager import NO_HASH, BlockManager
 from nanovllm.engine.plan import Batch, SlotTable, build_batch, mark_sent, plan_step
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence
+from nanovllm.recurrent.snapshots import SnapshotBlockManager
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.windows.pages import ALL_LAYERS, BlockKind, max_blocks_of_one
 from nanovllm.windows.sliding_blocks import SlidingBlockManager, make_block_manager
@@ -61,17 +62,25 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     mixed_steps: bool = True,
     kinds: tuple[BlockKind, ...] = ALL_LAYERS,
+    num_snapshots: int | None = None,
 ) -> Scheduler:
-    """A scheduler over a fresh pool."""
+    """A scheduler over a fresh pool; with so many rows for snapshots, at the end of any block, of a
+    model with states.
+    """
+    manager = make_block_manager(num_blocks, block_size, enable_prefix_caching, kinds)
+    if num_snapshots is not None and enable_prefix_caching:
+        rows = range(max_num_seqs + 1, max_num_seqs + 1 + num_snapshots)
+        manager = SnapshotBlockManager(num_blocks, block_size, rows, unit=1)
     most = -(-(kinds[-1].window + max_num_batched_tokens) // block_size) + 2
     pool_tokens = max_blocks_of_one(num_blocks, kinds, most) * block_size
     return Scheduler(
-        make_block_manager(num_blocks, block_size, enable_prefix_caching, kinds),
+        manager,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=min(max_model_len or pool_tokens, pool_tokens),
         eos_token_ids=[EOS],
         mixed_steps=mixed_steps,
+        keeps_states=num_snapshots is not None,
     )
 
 
@@ -124,7 +133,8 @@ def kinds_of(manager: BlockManager) -> tuple[BlockKind, ...]:
 
 class FakeModel:
     """Deterministic: the state of a token is the sum of all KV up to it that each layer sees, read
-    from the slots. All layers' KV lies in the same pages.
+    from the slots. All layers' KV lies in the same pages. One more layer may keep a state for each
+    sequence, a number that moves on with each token.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -132,19 +142,29 @@ class FakeModel:
         self.block_size, self.layers = manager.block_size, layers_of(kinds_of(manager))
         self.kv = [0] * (manager.num_pages * self.block_size)
         self.last_tokens = [0] * (scheduler.max_num_seqs + 1)
+        self.has_rows = scheduler.keeps_states
+        num_snapshots = len(manager.rows) if isinstance(manager, SnapshotBlockManager) else 0
+        self.rows = [-7] * (scheduler.max_num_seqs + 1 + num_snapshots)
         self.table = SlotTable(
             scheduler.max_num_seqs + 1, len(manager.blocks), num_tables=len(kinds_of(manager))
         )
 
     def lay_out(self, scheduled: list[ScheduledSequence]) -> Batch:
         """The step as a rank sees it, which knows what the plans so far have told it."""
-        plan = plan_step(scheduled)
+        self.plan = plan = plan_step(scheduled)
         self.table.update(plan)
         mark_sent(scheduled)
         return build_batch(plan, self.table, self.block_size)
 
+    def copy_rows(self, pairs: Any) -> None:
+        """As `KVCachePool.copy_rows`."""
+        self.rows = self.rows.copy()
+        for source, target in pairs.T.tolist():
+            self.rows[target] = self.rows[source]
+
     def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
         batch = self.lay_out(scheduled)
+        self.copy_rows(self.plan.loads)
         ids = batch.input_ids.tolist()
         slots = [batch.slot_mapping.tolist(), batch.window_slot_mapping.tolist()]
         for row in range(batch.num_decodes):
@@ -156,7 +176,8 @@ class FakeModel:
             batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
         ).tolist()
         for i, count in enumerate(counts):
-            start = int(batch.context_lens[i]) - count
+            start, slot = int(batch.context_lens[i]) - count, int(batch.slots[i])
+            kept = self.rows[slot] if start else 0
             tables = [batch.block_tables[i].tolist()]
             if len(batch.window_tables):
                 tables.append(batch.window_tables[i].tolist())
@@ -172,8 +193,12 @@ class FakeModel:
                     place = slots[kind][row] + page * self.block_size
                     self.kv[place] = _extend(state & MASK, ids[row] + 31 * number)
                     states[row] += self.kv[place]
+                if self.has_rows:
+                    self.rows[slot] = kept = _extend(kept, ids[row])
+                    states[row] += kept
                 states[row] &= MASK
                 row += 1
+        self.copy_rows(self.plan.saves)
         tokens = [_sample(states[row]) for row in batch.sample_rows.tolist()]
         for slot, token in zip(batch.slots[batch.samples].tolist(), tokens, strict=True):
             self.last_tokens[slot] = token
@@ -195,13 +220,17 @@ class ScriptedModel:
 
 
 def reference(
-    seq: Sequence, max_model_len: int, kinds: Iterable[BlockKind] = ALL_LAYERS
+    seq: Sequence,
+    max_model_len: int,
+    kinds: Iterable[BlockKind] = ALL_LAYERS,
+    has_rows: bool = False,
 ) -> tuple[list[int], str]:
     """Completion and finish reason of the fake model for a prompt, without any cache."""
     tokens, params = list(seq.prompt_token_ids), seq.sampling_params
     windows = [window for _, _, window in layers_of(kinds)]
     kvs: list[list[int]] = [[] for _ in windows]
     completion: list[int] = []
+    kept = 0
 
     def seen_by_all(position: int) -> int:
         parts = zip(kvs, windows, strict=True)
@@ -212,7 +241,8 @@ def reference(
             state = seen_by_all(len(kvs[0]))
             for number, kv in enumerate(kvs):
                 kv.append(_extend(state, token + 31 * number))
-        token = _sample(seen_by_all(len(kvs[0]) - 1))
+            kept = _extend(kept, token) if has_rows else 0
+        token = _sample((seen_by_all(len(kvs[0]) - 1) + kept) & MASK)
         completion.append(token)
         if token == EOS and not params.ignore_eos:
             return completion, "stop"

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from nanovllm.engine.block_manager import NO_HASH, ROOT_CHAIN, BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.recurrent.snapshots import SnapshotBlockManager
 from nanovllm.windows.sliding_blocks import SlidingBlockManager
 
 
@@ -39,6 +40,8 @@ def check_blocks(manager: BlockManager, holders: Iterable[Sequence]) -> None:
         check_parts(manager, holders)
         check_pages(manager)
         return
+    if isinstance(manager, SnapshotBlockManager):
+        check_snapshots(manager, holders)
     free, cached = set(manager.free_block_ids), set(manager.cached_block_ids)
     assert len(free) == len(manager.free_block_ids), "a block is free twice"
     for block in manager.blocks:
@@ -46,6 +49,17 @@ def check_blocks(manager: BlockManager, holders: Iterable[Sequence]) -> None:
         assert (block.block_id in cached) == is_cached, f"block {block.block_id}: cached?"
         is_free = block.ref_count == 0 and block.hash == NO_HASH
         assert (block.block_id in free) == is_free, f"block {block.block_id}: free?"
+
+
+def check_snapshots(manager: SnapshotBlockManager, holders: Iterable[Sequence]) -> None:
+    """Verify the books of the snapshots."""
+    rows = [*manager._free_rows, *manager.snapshots.values(), *manager._saving]
+    assert sorted(rows) == list(manager.rows), "rows are lost or shared"
+    chains = {manager.blocks[i].chain_id for i in manager.hash_to_block_id.values()}
+    assert manager.snapshots.keys() <= chains, "a snapshot cannot be found without its block"
+    assert manager._holders == {seq.seq_id: seq for seq in holders}, "who holds blocks?"
+    for seq in holders:
+        assert all(stop <= seq.num_tokens for stop in seq.kv.stops), "a stop beyond the prompt"
 
 
 def check_parts(manager: SlidingBlockManager, holders: Iterable[Sequence]) -> None:

@@ -8,6 +8,16 @@ import torch
 
 from checkpoints import PARAMS, PROMPTS, SMALL, assert_right, reference_logprobs
 from nanovllm import LLM
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import WHILE_LOADING
+from nanovllm.distributed.group import Group
+from nanovllm.layers.base import Build
+from nanovllm.layers.experts import Experts
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.weights.weight import PlainWeight
+from nanovllm.models import model_class
+from nanovllm.sizing.model_size import matrices
 
 TEXT = [(7 * i) % 127 for i in range(60)]
 
@@ -62,3 +72,35 @@ def assert_loaded(path: Path, exact: Path, **options: Any) -> None:
         [score] = llm.score([TEXT], use_tqdm=False)
     found = torch.tensor(score.logprobs)
     torch.testing.assert_close(found, wanted[:, 0], atol=1e-4, rtol=0)
+
+
+def assert_layers_know_their_names(path: Path) -> None:
+    """What config.json says of a module is meant for the layer that is called so; and the sizes of
+    all matrices, and which no format is for, are known without a model.
+    """
+    config = ModelConfig.from_pretrained(str(path))
+    build = Build(torch.float32, False, Group(), TorchBackend(), 64, quantization=WHILE_LOADING)
+    with torch.device("meta"):
+        model = model_class(config.architecture)(config, build)
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            assert module.build.path == name
+            of_one = (module.gate_up.data.numel() + module.down.data.numel()) // module.num_experts
+            modules = [*module.facts.modules(name)]
+            is_plain = isinstance(module.gate_up, PlainWeight)
+            count = module.num_experts * of_one
+        elif isinstance(module, LinearBase):
+            assert module.build.path == name
+            modules, count = module.sources(name), module.weight.data.numel()
+            is_plain = isinstance(module.weight, PlainWeight)
+        else:
+            continue
+        key = "plain" if is_plain else " ".join(modules)
+        found[key] = found.get(key, 0) + count
+    computed: dict[str, int] = {}
+    for matrix in matrices(config):
+        key = "plain" if matrix.modules is None else " ".join(matrix.modules)
+        computed[key] = computed.get(key, 0) + matrix.size
+        assert "expert" in key or not matrix.is_sparse
+    assert found == computed

@@ -2,9 +2,10 @@
 
 Prefill is bound by arithmetic (matrix products, and causal attention of every prompt), decode by
 reading: every step reads the weights once, and the keys and values of all tokens of the sequences
-that still run, those of a common prefix once for all, and none outside a layer's window. A step
-reads the experts that are active for its tokens. A decode step takes at least the longer of its
-reading and its arithmetic. All sequences start at once and none waits.
+that still run, those of a common prefix once for all, and none outside a layer's window; states of
+sequences are read and written. A step reads the experts that are active for its tokens. A decode
+step takes at least the longer of its reading and its arithmetic. All sequences start at once and
+none waits.
 
 The functions describe a workload by the lengths of its prompts and outputs, so they know nothing of
 engines. `HARDWARE` holds measured limits: of a device-to-device copy and a 16-bit matrix product.
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from nanovllm.checkpoint.int4 import Int4
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.sizing.model_size import ModelSize, model_size
+from nanovllm.sizing.model_size import ModelSize, model_size, states
 
 
 class Hardware(NamedTuple):
@@ -73,12 +74,14 @@ class Itemsizes(NamedTuple):
         linear: bytes of a value in a linear layer's matrix, with its share of a scale.
         plain: bytes of a value in a matrix that is not quantised (`ModelSize`).
         head: bytes of a value in the LM head.
+        activation: bytes of a value between layers.
     """
 
     kv: float
     linear: float
     plain: float
     head: float
+    activation: int = 2
 
 
 def itemsizes(config: ModelConfig, itemsize: int, kv_cache_dtype: str, held: str) -> Itemsizes:
@@ -87,9 +90,10 @@ def itemsizes(config: ModelConfig, itemsize: int, kv_cache_dtype: str, held: str
     """
     kv, found = 1 + 1 / config.head_dim if "8" in kv_cache_dtype else itemsize, config.quantization
     if found is not None and isinstance(found.format, Int4) and held == "int4":
-        return Itemsizes(kv, 0.5 + 4 / found.format.group, itemsize, itemsize)
+        return Itemsizes(kv, 0.5 + 4 / found.format.group, itemsize, itemsize, itemsize)
     linear = 1 if held == "fp8" else itemsize
-    return Itemsizes(kv, linear, itemsize, linear if found is None else itemsize)
+    head = linear if found is None else itemsize
+    return Itemsizes(kv, linear, itemsize, head, itemsize)
 
 
 def work(
@@ -115,12 +119,14 @@ def work(
     running = outputs > steps  # [steps, sequences]
     contexts = (prompts + steps) * running
     num_running = running.sum(1)
-    flops_of_token = _operations(matrices, sizes)
+    kept = states(config, sizes.activation)
+    flops_of_token = _operations(matrices, sizes) + kept.flops
     prefill = flops_of_token * (prompts - num_shared).sum()
     prefill += 2 * matrices.head * len(prompts)
     step_flops = (flops_of_token + 2.0 * matrices.head) * num_running
     step_bytes = _bytes(matrices, sizes, num_running) + sizes.head * matrices.head
-    for window, count in Counter(layer.window for layer in config.layers).items():
+    step_bytes += 2 * kept.num_bytes * num_running
+    for window, count in _windows(config).items():
         pairs = (_pairs(prompts, window) - _pairs(np.array(num_shared), window)).sum()
         seen = np.minimum(contexts, window) if window else contexts
         shared = np.maximum(num_shared - (contexts - seen), 0) * running  # tokens of `seen`
@@ -137,6 +143,7 @@ class Steps(NamedTuple):
     Attributes:
         num_tokens: [steps] tokens.
         num_sampled: [steps] rows of the LM head.
+        num_seqs: [steps] sequences.
         keys: [steps] keys that rows see, each counted once per sequence, by the layers' window in
             tokens (0: all).
         pairs: [steps] pairs of a query and a key that it sees, by window, too.
@@ -144,6 +151,7 @@ class Steps(NamedTuple):
 
     num_tokens: NDArray[np.int64]
     num_sampled: NDArray[np.int64]
+    num_seqs: NDArray[np.int64]
     keys: Mapping[int, NDArray[np.int64]]
     pairs: Mapping[int, NDArray[np.int64]]
 
@@ -158,12 +166,20 @@ def least_step_seconds(
     width = config.num_attention_heads * config.head_dim
     kv_width = 2 * config.num_key_value_heads * config.head_dim
     samples = steps.num_sampled > 0
-    flops = _operations(matrices, sizes) * tokens + 2.0 * matrices.head * steps.num_sampled
+    kept = states(config, sizes.activation)
+    flops = (_operations(matrices, sizes) + kept.flops) * tokens
+    flops = flops + 2.0 * matrices.head * steps.num_sampled
     size = _bytes(matrices, sizes, tokens) + sizes.head * matrices.head * samples
-    for window, count in Counter(layer.window for layer in config.layers).items():
+    size = size + 2 * kept.num_bytes * steps.num_seqs
+    for window, count in _windows(config).items():
         flops += count * 4.0 * width * steps.pairs[window]
         size += count * sizes.kv * kv_width * steps.keys[window]
     return np.maximum(flops / hardware.flops, size / hardware.bandwidth)
+
+
+def _windows(config: ModelConfig) -> Counter[int]:
+    """The number of layers that attend, by their windows."""
+    return Counter(layer.window for layer in config.layers if layer.rope is not None)
 
 
 def _operations(matrices: ModelSize, sizes: Itemsizes) -> float:

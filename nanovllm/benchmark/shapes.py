@@ -18,6 +18,29 @@ def _config(architecture: str, *sizes: int, **others: Any) -> dict[str, Any]:
 _qwen3 = partial(
     _config, "Qwen3ForCausalLM", 151936, head_dim=128, rms_norm_eps=1e-6, rope_theta=1000000
 )
+
+
+def _qwen3_5(*sizes: int, **others: Any) -> dict[str, Any]:
+    """Qwen3.5 of the sizes from the hidden one to the intermediate one. 3.6 and 3.8-27B have the
+    same shapes.
+    """
+    return {
+        **_config("Qwen3_5ForCausalLM", 248320, *sizes, 262144, 248044),
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "tie_word_embeddings": False,
+        **others,
+    }
+
+
 DUMMY_INT4: dict[str, dict[str, Any]] = {  # like published checkpoints in 4 bits
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
@@ -35,6 +58,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=8,
         norm_topk_prob=True,
         tie_word_embeddings=False,
+    ),
+    "qwen3.5-0.8b": _qwen3_5(1024, 24, 8, 2, 3584, tie_word_embeddings=True),
+    "qwen3.5-4b": _qwen3_5(
+        2560, 32, 16, 4, 9216, linear_num_value_heads=32, tie_word_embeddings=True
+    ),
+    "qwen3.5-9b": _qwen3_5(4096, 32, 16, 4, 12288, linear_num_value_heads=32),
+    "qwen3.5-27b": _qwen3_5(5120, 64, 24, 4, 17408, linear_num_value_heads=48),
+    "qwen3.5-35b-a3b": _qwen3_5(
+        *(2048, 40, 16, 2, 0),
+        architectures=["Qwen3_5MoeForCausalLM"],
+        intermediate_size=None,
+        linear_num_value_heads=32,
+        moe_intermediate_size=512,
+        num_experts=256,
+        num_experts_per_tok=8,
+        shared_expert_intermediate_size=512,
     ),
     "gpt-oss-20b": _config(
         *("GptOssForCausalLM", 201088, 2880, 24, 64, 8, 2880, 131072, 200002),

@@ -5,10 +5,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanovllm.checkpoint.files import read_value
+from nanovllm.utils.integers import cdiv
 
 Raw = dict[str, Any]  # config.json
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
+# In `layer_types`.
+FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR, CONV = "linear_attention", "conv"  # layers with a state for each sequence
 
 
 def _as_it_is(raw: Raw) -> Raw:
@@ -37,6 +40,11 @@ class Family(NamedTuple):
         attention_sinks: whether attention has sinks (see `Scoring`).
         packed_experts: whether the checkpoint stores all experts of a layer as one tensor, possibly
             in MXFP4.
+        has_shared_expert: whether sparse layers have an expert for all tokens, too.
+        attention_gate: whether config.json may ask for `ModelConfig.attention_gate`, as it does by
+            default.
+        layer_kinds: kinds of layers that `layer_types` in config.json may name.
+        by_key_head: see `DeltaNetConfig`.
         interleaved_rope: whether RoPE rotates neighbours (see `RopeParameters`).
         is_part: whether the text model is part of a checkpoint that has others, such as one for
             images; only text is read and written.
@@ -63,6 +71,10 @@ class Family(NamedTuple):
     swiglu_limit: float = 0.0
     attention_sinks: bool = False
     packed_experts: bool = False
+    has_shared_expert: bool = False
+    attention_gate: bool = False
+    layer_kinds: tuple[str, ...] = (FULL, SLIDING)
+    by_key_head: bool = False
     interleaved_rope: bool = False
     is_part: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
@@ -111,6 +123,46 @@ def _qwen3_moe(raw: Raw) -> Raw:
     """Qwen3 MoE: all layers slide, if `use_sliding_window` asks for it."""
     asked = read_value(raw, "use_sliding_window", bool, False)
     return _all_slide(raw) if asked else {"sliding_window": None}
+
+
+def _qwen3_next(raw: Raw) -> Raw:
+    """Qwen3-Next and 3.5: all layers but every fourth are linear."""
+    gate = raw.get("output_gate_type", "swish")
+    if gate not in ("swish", "silu"):
+        raise ValueError(f"config.json: `output_gate_type` {gate!r} is not supported, only 'swish'")
+    if raw.get("layer_types") is not None:
+        return {}
+    interval = read_value(raw, "full_attention_interval", int, 4)
+    layers = range(raw["num_hidden_layers"])
+    return {"layer_types": [FULL if (i + 1) % interval == 0 else LINEAR for i in layers]}
+
+
+def _qwen3_5_moe(raw: Raw) -> Raw:
+    return {**_qwen3_next(raw), "norm_topk_prob": True}
+
+
+def _lfm2(raw: Raw) -> Raw:
+    """LFM2: the intermediate size is adjusted, and layers that attend may be given by number."""
+    facts: Raw = {"rms_norm_eps": read_value(raw, "norm_eps", float, 1e-5, 1e-30, 1)}
+    facts["tie_word_embeddings"] = read_value(
+        raw, "tie_embedding", bool, read_value(raw, "tie_word_embeddings", bool, True)
+    )
+    key = "block_ff_dim" if raw.get("block_ff_dim") is not None else "intermediate_size"
+    size = read_value(raw, key, int)
+    if read_value(raw, "block_auto_adjust_ff_dim", bool, True):
+        factor = read_value(raw, "block_ffn_dim_multiplier", float, 1.0, 1e-6, 1e6)
+        multiple = read_value(raw, "block_multiple_of", int, 256)
+        size = multiple * cdiv(int(factor * int(2 * size / 3)), multiple)
+    facts["intermediate_size"] = size
+    if raw.get("layer_types") is None:
+        layers = range(raw["num_hidden_layers"])
+        attend = raw.get("full_attn_idxs")
+        if not isinstance(attend, list) or not all(type(i) is int for i in attend):
+            raise ValueError(
+                f"config.json: `full_attn_idxs` must be a list of numbers, got {attend!r}"
+            )
+        facts["layer_types"] = [FULL if i in attend else CONV for i in layers]
+    return facts
 
 
 def _gemma2(raw: Raw) -> Raw:
@@ -227,6 +279,45 @@ GLM: dict[str, Any] = {
     "absent": {"num_key_value_heads": 2},
 }
 MISTRAL = Family(QWEN3, **NO_BIASES, defaults=THETA, absent={**KV_8, **WINDOW}, complete=_all_slide)
+QWEN3_NEXT: dict[str, Any] = {
+    "norm_plus_one": True,
+    "qk_norm": "head",
+    "attention_gate": True,
+    "layer_kinds": (FULL, LINEAR),
+}
+QWEN3_5_SIZES = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10_000.0,
+    "vocab_size": 248_320,
+}
+QWEN3_5 = Family(
+    "qwen3_5.Qwen3_5ForCausalLM",
+    **QWEN3_NEXT,
+    defaults=QWEN3_5_SIZES,
+    absent={"num_key_value_heads": 4},
+    complete=_qwen3_next,
+)
+QWEN3_5_MOE = Family(
+    "qwen3_5.Qwen3_5MoeForCausalLM",
+    **QWEN3_NEXT,
+    num_experts=("num_local_experts", "num_experts"),
+    has_shared_expert=True,
+    defaults={
+        **QWEN3_5_SIZES,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "shared_expert_intermediate_size": 512,
+    },
+    absent={"num_key_value_heads": 2},
+    complete=_qwen3_5_moe,
+)
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -276,6 +367,15 @@ FAMILIES = {
     ),
     "GraniteForCausalLM": Family(
         QWEN3, mlp_bias=True, defaults={**THETA, "attention_multiplier": 1.0}
+    ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2.Lfm2ForCausalLM",
+        **NO_BIASES,
+        qk_norm="head",
+        layer_kinds=(FULL, CONV),
+        defaults={"conv_L_cache": 3, "rope_theta": 1_000_000.0},
+        absent=KV_8,
+        complete=_lfm2,
     ),
     "LlamaForCausalLM": Family(QWEN3, mlp_bias=True, defaults=THETA),
     "Ministral3ForCausalLM": Family(
@@ -344,6 +444,21 @@ FAMILIES = {
         absent={"num_key_value_heads": 4, **WINDOW},
         complete=_qwen3_moe,
     ),
+    "Qwen3NextForCausalLM": QWEN3_5_MOE._replace(
+        by_key_head=True,
+        defaults={
+            **QWEN3_5_MOE.defaults,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "vocab_size": 151_936,
+        },
+        complete=_qwen3_next,
+    ),
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5._replace(is_part=True),
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE._replace(is_part=True),
     "SmolLM3ForCausalLM": Family(
         QWEN3,
         mlp_bias=True,

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.checkpoint.families import FULL, SLIDING, Family, family_of
+from nanovllm.checkpoint.families import CONV, FULL, LINEAR, SLIDING, Family, family_of
 from nanovllm.checkpoint.files import read_json, read_value
 from nanovllm.checkpoint.generation_config import read_eos
-from nanovllm.checkpoint.int4 import Int4
 from nanovllm.checkpoint.quantization import Quantization, read_quantization
 from nanovllm.checkpoint.refusals import refuse_architecture, refuse_directory
 from nanovllm.checkpoint.rope import RopeParameters, read_rope
@@ -31,12 +30,13 @@ class LayerConfig:
     """The facts that may differ from layer to layer.
 
     Attributes:
-        rope: rotary embedding of queries and keys.
+        rope: rotary embedding of queries and keys; None: the layer has no attention, but a state
+            for each sequence.
         window: number of tokens that a token sees, itself and those before it; 0: all.
         is_sparse: whether the layer has experts in the place of an MLP.
     """
 
-    rope: RopeParameters
+    rope: RopeParameters | None
     window: int = 0
     is_sparse: bool = False
 
@@ -54,6 +54,7 @@ class ExpertConfig:
         swiglu_limit: clamp on gate and up (see `layers/experts.py`); 0: none.
         packed: whether the checkpoint stores all experts of a layer as one tensor.
         is_mxfp4: whether the checkpoint stores them in MXFP4.
+        has_shared: whether a layer has one expert more, which all tokens choose, with a gate.
         path: path of a layer's experts in the checkpoint, in that layer.
         names: names of gate, up and down in the checkpoint, in each expert.
     """
@@ -66,6 +67,7 @@ class ExpertConfig:
     swiglu_limit: float
     packed: bool
     is_mxfp4: bool
+    has_shared: bool
     path: str
     names: tuple[str, str, str]
 
@@ -73,13 +75,49 @@ class ExpertConfig:
         """The paths of all modules of experts in the checkpoint.
 
         Args:
-            path: path of the layer's experts.
+            path: path of the layer's experts, which the checkpoint stores one by one.
         """
-        if self.packed:
-            yield from (f"{path}.gate_up_proj", f"{path}.down_proj")
-            return
-        for i in range(self.num_experts):
-            yield from (f"{path}.{i}.{name}" for name in self.names)
+        experts = [f"{path}.{i}" for i in range(self.num_experts)]
+        if self.has_shared:
+            experts.append(self.shared(path))
+        for expert in experts:
+            yield from (f"{expert}.{name}" for name in self.names)
+
+    def shared(self, path: str) -> str:
+        """The path of the expert that all tokens choose, beside the experts of this path."""
+        return f"{path.rpartition('.')[0]}.shared_expert"
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """The heads of Gated DeltaNet layers; `linear_` precedes their names in config.json.
+
+    Attributes:
+        num_key_heads, num_value_heads: heads; each key head belongs to as many value heads.
+        key_head_dim, value_head_dim: numbers in a head.
+        conv_kernel_dim: tokens that the convolution sees, the newest included.
+        by_key_head: whether the checkpoint has the projections of each key head side by side.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+    by_key_head: bool
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """The convolutions in the place of attention (LFM2).
+
+    Attributes:
+        kernel_size: tokens that a convolution sees, the newest included.
+        bias: whether it and its projections have biases.
+    """
+
+    kernel_size: int
+    bias: bool
 
 
 @dataclass(frozen=True)
@@ -100,11 +138,14 @@ class ModelConfig:
     tie_word_embeddings: bool
     layers: tuple[LayerConfig, ...]
     experts: ExpertConfig | None  # in the sparse layers
+    delta_net: DeltaNetConfig | None  # in layers without attention
+    short_conv: ShortConvConfig | None  # in such layers of another family
     hidden_act: str  # "silu" or "gelu_pytorch_tanh"
     norm_plus_one: bool  # norms multiply by 1 + weight
     qk_norm: str  # normalisation of queries and keys: by "head", over all heads ("whole"), or ""
     qkv_bias: bool
     output_bias: bool  # bias of attention's output projection
+    attention_gate: bool  # whether the query projection has a gate of each head's output, too
     mlp_bias: bool
     packed_qkv: bool  # one tensor in the checkpoint
     packed_gate_up: bool
@@ -148,8 +189,17 @@ class ModelConfig:
         facts = _facts(raw, family)
         config = cls(architecture, eos_token_ids=read_eos(directory, raw), source=source, **facts)
         config._check_shapes()
-        config._check_experts()
         return config
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a state for each sequence beside its KV blocks."""
+        return any(layer.rope is None for layer in self.layers)
+
+    @property
+    def ropes(self) -> list[RopeParameters]:
+        """The rotary embeddings of the layers, each once."""
+        return list(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     def _check_shapes(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -160,31 +210,17 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"config.json: `head_dim` must be even, got {self.head_dim}")
 
-    def _check_experts(self) -> None:
-        """Refuse experts in formats that are not supported for them."""
-        found, experts = self.quantization, self.experts
-        if found is None or experts is None:
-            return
-        for i, layer in enumerate(self.layers):
-            path = f"model.layers.{i}.{experts.path}"
-            format = found.of(experts.modules(path)) if layer.is_sparse else None
-            if isinstance(format, Int4) or (experts.packed and format is not None):
-                remedy = "" if experts.packed else ", or a checkpoint in FP8"
-                raise ValueError(
-                    f"config.json: `quantization_config` {found.method!r} is not supported for "
-                    f"{path}: use a checkpoint that leaves them in 16 bits, or the original "
-                    f"weights{remedy}"
-                )
-
     def check_tensor_parallel(self, size: int) -> None:
         """ValueError unless the model can be split over `size` ranks."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        inner = self.intermediate_size if self.experts is None else self.experts.intermediate_size
-        for name, value in (
-            ("num_attention_heads", heads),
-            ("intermediate_size", self.intermediate_size),
-            ("the experts' intermediate_size", inner),
-        ):
+        divided = {"num_attention_heads": heads, "intermediate_size": self.intermediate_size}
+        if self.experts is not None:
+            divided["the experts' intermediate_size"] = self.experts.intermediate_size
+        if self.delta_net is not None:
+            divided["linear_num_key_heads"] = self.delta_net.num_key_heads
+        if self.short_conv is not None:
+            divided["hidden_size"] = self.hidden_size
+        for name, value in divided.items():
             if value % size:
                 raise ValueError(
                     f"`tensor_parallel_size` must divide {name} {value} of this model, got {size}"
@@ -212,7 +248,7 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         "dtype": _read_dtype(raw),
         "vocab_size": read_value(raw, "vocab_size", int),
         "hidden_size": hidden_size,
-        "intermediate_size": read_value(raw, "intermediate_size", int),
+        "intermediate_size": _read_intermediate_size(raw, layers),
         "num_hidden_layers": len(layers),
         "num_attention_heads": num_heads,
         "num_key_value_heads": read_value(raw, "num_key_value_heads", int, num_heads),
@@ -220,16 +256,19 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         "rms_norm_eps": read_value(raw, "rms_norm_eps", float, 1e-6, minimum=1e-30, maximum=1),
         "max_position_embeddings": max(
             read_value(raw, "max_position_embeddings", int),
-            *(layer.rope.max_position_embeddings for layer in layers),
+            *(layer.rope.max_position_embeddings for layer in layers if layer.rope is not None),
         ),
         TIED: read_value(raw, TIED, bool, False),
         "layers": layers,
         "experts": _read_experts(raw, family),
+        "delta_net": _read_delta_net(raw, family) if LINEAR in family.layer_kinds else None,
+        "short_conv": _read_short_conv(raw) if CONV in family.layer_kinds else None,
         "hidden_act": _read_activation(raw),
         "norm_plus_one": family.norm_plus_one,
         "qk_norm": family.qk_norm,
         "qkv_bias": bias if family.qkv_bias is None else family.qkv_bias,
         "output_bias": bias if family.output_bias is None else family.output_bias,
+        "attention_gate": family.attention_gate and read_value(raw, "attn_output_gate", bool, True),
         "mlp_bias": family.mlp_bias and read_value(raw, "mlp_bias", bool, False),
         "quantization": _read_quantization(raw, family),
         "packed_qkv": family.packed_qkv,
@@ -243,6 +282,11 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         "residual_multiplier": _read_multiplier(raw, "residual_multiplier"),
         "logits_scaling": _read_multiplier(raw, "logits_scaling"),
     }
+
+
+def _read_short_conv(raw: dict[str, Any]) -> ShortConvConfig:
+    taps = read_value(raw, "conv_L_cache", int, minimum=2)
+    return ShortConvConfig(taps, read_value(raw, "conv_bias", bool, False))
 
 
 def _quantization(raw: dict[str, Any]) -> Any:
@@ -269,22 +313,42 @@ def _read_head_dim(raw: dict[str, Any], hidden_size: int, num_heads: int) -> int
 
 def _read_layers(raw: dict[str, Any], head_dim: int, family: Family) -> tuple[LayerConfig, ...]:
     """The facts of each layer, in order."""
-    kinds = _read_list(raw, "layer_types", FULL, (FULL, SLIDING))
+    kinds = _read_list(raw, "layer_types", FULL, family.layer_kinds)
     turns = _read_list(raw, "no_rope_layers", 1, (0, 1))
     window = read_value(raw, "sliding_window", int, 0, minimum=0)
     sparse = _sparse_layers(raw) if family.num_experts else set()
     ropes = {
         kind: read_rope(raw, kind, head_dim, family.interleaved_rope)
         for kind in dict.fromkeys(kinds)
+        if kind in (FULL, SLIDING)
     }
-    return tuple(
-        LayerConfig(
-            ropes[kind] if turns[i] else replace(ropes[kind], rope_type="none"),
-            window if kind == SLIDING else 0,
-            i in sparse,
+    layers = []
+    for i, kind in enumerate(kinds):
+        rope = ropes.get(kind)
+        if rope is not None and not turns[i]:
+            rope = replace(rope, rope_type="none")
+        layers.append(LayerConfig(rope, window if kind == SLIDING else 0, i in sparse))
+    if not ropes:
+        raise ValueError("config.json: `layer_types` must have a layer with attention, got none")
+    return tuple(layers)
+
+
+def _read_intermediate_size(raw: dict[str, Any], layers: tuple[LayerConfig, ...]) -> int:
+    """The intermediate size of dense layers; 0 if there are none, and none is given."""
+    all_sparse = all(layer.is_sparse for layer in layers)
+    return read_value(raw, "intermediate_size", int, 0 if all_sparse else None)
+
+
+def _read_delta_net(raw: dict[str, Any], family: Family) -> DeltaNetConfig:
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    sizes = {name: read_value(raw, f"linear_{name}", int) for name in names}
+    taps = read_value(raw, "linear_conv_kernel_dim", int, minimum=2)
+    if sizes["num_value_heads"] % sizes["num_key_heads"]:
+        raise ValueError(
+            "config.json: `linear_num_value_heads` must be a multiple of `linear_num_key_heads`, "
+            f"got {sizes['num_value_heads']} and {sizes['num_key_heads']}"
         )
-        for i, kind in enumerate(kinds)
-    )
+    return DeltaNetConfig(**sizes, conv_kernel_dim=taps, by_key_head=family.by_key_head)
 
 
 def _sparse_layers(raw: dict[str, Any]) -> set[int]:
@@ -308,6 +372,12 @@ def _read_experts(raw: dict[str, Any], family: Family) -> ExpertConfig | None:
                 f"config.json: `{name}` must be a multiple of {MXFP4_BLOCK} with MXFP4, got "
                 f"{raw[name]}"
             )
+    shared = read_value(raw, "shared_expert_intermediate_size", int, 0, minimum=0)
+    if family.has_shared_expert and shared != size:
+        raise ValueError(
+            "config.json: `shared_expert_intermediate_size` must be that of the other experts, "
+            f"{size}, got {shared}"
+        )
     if taken > num_experts:
         raise ValueError(
             f"config.json: `num_experts_per_tok` must be at most `{key}`, got {taken} and "
@@ -322,6 +392,7 @@ def _read_experts(raw: dict[str, Any], family: Family) -> ExpertConfig | None:
         limit and read_value(raw, "swiglu_limit", float, limit, 1e-6, 1e6),
         family.packed_experts,
         is_mxfp4,
+        family.has_shared_expert,
         family.experts_path,
         family.expert_names,
     )

@@ -5,11 +5,14 @@ from typing import Any, NamedTuple, Protocol
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import Core
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
+from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.recurrent.snapshots import SnapshotBlockManager
 from nanovllm.requests.intake import Intake
 from nanovllm.requests.request import CheckedRequest, Listener
 from nanovllm.sampling.structured_output import GrammarCompiler
@@ -109,6 +112,16 @@ def make_entrance(
     return Entrance(intake, eos_token_ids, min(max_model_len, pool_tokens), pool_tokens)
 
 
+def _make_block_manager(config: Config, pool: KVCachePool, num_blocks: int) -> BlockManager:
+    """The manager of a pool's blocks, and of its snapshots."""
+    block_size, caching = config.kvcache_block_size, config.enable_prefix_caching
+    if not pool.sequence_bytes:
+        return make_block_manager(num_blocks, block_size, caching, pool.kinds)
+    if not pool.snapshot_rows:
+        return make_block_manager(num_blocks, block_size, False, pool.kinds)
+    return SnapshotBlockManager(num_blocks, block_size, pool.snapshot_rows)
+
+
 def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: Entrance) -> Parts:
     """An engine of this process.
 
@@ -118,18 +131,15 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         config: the engine's options.
         entrance: way in for its requests.
     """
+    pool, num_blocks = runner.built.pool, runner.built.num_blocks
     scheduler = Scheduler(
-        make_block_manager(
-            runner.built.num_blocks,
-            config.kvcache_block_size,
-            config.enable_prefix_caching,
-            runner.built.pool.kinds,
-        ),
-        max_num_seqs=config.max_num_seqs,
+        _make_block_manager(config, pool, num_blocks),
+        max_num_seqs=pool.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=entrance.max_model_len,
         eos_token_ids=entrance.eos_token_ids,
         mixed_steps=config.mixed_steps,
+        keeps_states=pool.sequence_bytes > 0,
     )
     overlap = runner.built.device.type == "cuda" if config.overlap is None else config.overlap
     return Parts(
@@ -138,6 +148,6 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         make=entrance.intake.make,
         describe=runner.describe,
         max_model_len=entrance.max_model_len,
-        num_blocks=runner.built.num_blocks,
+        num_blocks=num_blocks,
         own=(scheduler, runner),
     )

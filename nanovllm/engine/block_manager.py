@@ -23,14 +23,14 @@ Invariants (the tests verify them after every step):
 """
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import ScheduledSequence, Sequence
 from nanovllm.utils.integers import cdiv
 
 NO_HASH = -1
@@ -175,9 +175,13 @@ class BlockManager:
         block.chain_id, block.parent_chain_id = self._last_chain_id, parent
         self.hash_to_block_id[chain_hash] = block.block_id
 
-    def _unpublish(self, block: Block) -> None:
+    def _forget(self, block: Block) -> None:
+        """The content of a published block goes: it is not found any more."""
         del self.hash_to_block_id[block.hash]
         block.hash = NO_HASH
+
+    def _unpublish(self, block: Block) -> None:
+        self._forget(block)
         if block.ref_count == 0:
             del self.cached_block_ids[block.block_id]
             self.free_block_ids.append(block.block_id)
@@ -191,7 +195,7 @@ class BlockManager:
         else:
             block_id, _ = self.cached_block_ids.popitem(last=False)
             block = self.blocks[block_id]
-            del self.hash_to_block_id[block.hash]
+            self._forget(block)
         assert block.ref_count == 0, f"block {block.block_id} is free and held"
         block.reset()
         block.ref_count = 1
@@ -312,6 +316,29 @@ class BlockManager:
         while len(seq.kv.table) < seq.num_blocks:
             seq.kv.table.append(self._take_free_block())
             seq.kv.version += 1
+
+    # -- snapshots of states: nothing here, see `SnapshotBlockManager` --------------------------
+
+    def cut(
+        self, scheduled: list[ScheduledSequence], waiting: Iterable[Sequence]
+    ) -> list[ScheduledSequence]:
+        """These items of prompts, or the parts of them after which a snapshot is taken for those
+        that wait.
+        """
+        return scheduled
+
+    def booked(self, item: ScheduledSequence) -> None:
+        """The snapshot of an item is there, and its blocks are published."""
+
+    def dropped(self, item: ScheduledSequence) -> None:
+        """The snapshot of an item will not be used: its sequence has ended."""
+
+    def drop_all_saves(self) -> None:
+        """No snapshot of a step on its way will be used."""
+
+    def describe(self) -> dict[str, int]:
+        """The counts of snapshots, for `LLMEngine.metrics`."""
+        return {}
 
     # -- memory, for admission: in pages, each a block ------------------------------------------
 

@@ -69,7 +69,11 @@ class EngineCore(Core[Request]):
         # After Ctrl-C in a wait, there is one step more in flight than `lookahead` allows.
         books_only = self.in_flight and (self._launching or len(self.in_flight) > self._lookahead)
         with self.reset_on_error():
-            return [] if books_only else self._scheduler.schedule()
+            if books_only:
+                return []
+            if self._launching:
+                self._scheduler.compute_again()
+            return self._scheduler.schedule()
 
     def _launch(self, scheduled: list[ScheduledSequence]) -> None:
         self._launching, launched_at = True, time.perf_counter()

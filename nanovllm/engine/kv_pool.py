@@ -15,12 +15,15 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Per, State, StatefulLayer
 from nanovllm.sizing import memory
+from nanovllm.utils.arrays import Int32
 from nanovllm.utils.integers import cdiv
 from nanovllm.windows.pages import max_blocks_of_one, num_slabs
 from nanovllm.windows.places import divide_pages
 
 logger = logging.getLogger(__name__)
 
+GIB = memory.GIB
+SNAPSHOTS = 8  # of so many rows one is for a snapshot, where memory limits their number
 ALIGNMENT = 256  # bytes, of where a tensor begins
 
 
@@ -38,7 +41,10 @@ class KVCachePool:
         group: the ranks, as given.
         kinds: kinds of KV blocks.
         num_blocks: number of KV blocks, of each kind, that there is memory for.
-        num_rows: number of rows by sequence, for all that may run and for padding.
+        num_rows: number of rows by sequence: that of padding, one for each that may run, and those
+            of snapshots.
+        max_num_seqs: number of sequences that may run: fewer than the options ask for, where states
+            of so many do not fit.
         block_bytes: bytes of a block of each kind, on this rank.
         sequence_bytes: bytes of a sequence in all layers, beside its blocks.
     """
@@ -49,7 +55,9 @@ class KVCachePool:
         stateful = (module for module in model.modules() if isinstance(module, StatefulLayer))
         self._layers = [(layer, states) for layer in stateful if (states := layer.states())]
         self._config, self.group, self._device = config, group, device
+        self.max_num_seqs = config.max_num_seqs
         self.num_rows = config.max_num_seqs + 1
+        self._rows: list[torch.Tensor] = []
         by_block = [_of(states, Per.BLOCK) for _, states in self._layers]
         self._plan = divide_pages(by_block)
         self.kinds = self._plan.kinds
@@ -63,6 +71,54 @@ class KVCachePool:
         self.num_blocks = 0
         self.block_bytes = self._page_bytes * sum(kind.pages for kind in self.kinds)
         self.sequence_bytes = sum(_row_bytes(_of(s, Per.SEQUENCE)) for _, s in self._layers)
+
+    @property
+    def snapshot_rows(self) -> range:
+        """The rows for snapshots of states."""
+        return range(self.max_num_seqs + 1, self.num_rows)
+
+    def limit_rows(self, own_now: int, own_peak: int) -> None:
+        """Take no more rows by sequence than half of the memory for blocks and rows holds, on all
+        ranks. Arguments: see `how_many_fit`.
+
+        Raises:
+            ValueError: if not one fits beside that of padding.
+        """
+        if not self.sequence_bytes:
+            return
+        config = self._config
+        if self._device.type == "cpu":
+            available = min(memory.CPU_LIMIT, self._cpu_memory())
+        else:
+            free, total = torch.cuda.mem_get_info(self._device)
+            available = memory.available_for_cuda(
+                total, free, own_now, own_peak, config.gpu_memory_utilization
+            )
+        fit = self.group.minimum(max(0, available // 2 // self.sequence_bytes)) - 1
+        if fit < 1:
+            raise ValueError(
+                f"no memory for states of sequences: each takes {self.sequence_bytes / GIB:.3f} "
+                f"GiB, and half of what is left for them and the KV cache is "
+                f"{available / 2 / GIB:.2f} GiB; free memory, or use a smaller model"
+            )
+        spare = 0
+        if config.enable_prefix_caching:
+            spare = min(fit // SNAPSHOTS, config.max_num_seqs // 2)
+        self.max_num_seqs = min(fit - spare, config.max_num_seqs)
+        self.num_rows = 1 + self.max_num_seqs + spare
+        logger.info(
+            "states: %d sequences at once, %d snapshots (%.2f GiB, %.1f MiB each)%s",
+            self.max_num_seqs,
+            spare,
+            self.num_rows * self.sequence_bytes / GIB,
+            self.sequence_bytes / 2**20,
+            "" if self.max_num_seqs == config.max_num_seqs else ", fewer than max_num_seqs",
+        )
+
+    def _cpu_memory(self) -> int:
+        """Bytes that this process may use on a CPU."""
+        num_processes = self.group.size * self._config.data_parallel_size
+        return memory.available_cpu_memory() // num_processes
 
     def how_many_fit(self, max_model_len: int, own_now: int, own_peak: int) -> int:
         """The number of blocks that the options ask for, or that the device has room for.
@@ -85,8 +141,7 @@ class KVCachePool:
         beside = self.num_bytes(1) - block_bytes
         if self._device.type == "cpu":
             per_seq = -(-max_model_len // config.kvcache_block_size)
-            num_processes = self.group.size * config.data_parallel_size
-            available = memory.available_cpu_memory() // num_processes - beside
+            available = self._cpu_memory() - beside
             limit = max(per_seq, memory.CPU_TOKENS // config.kvcache_block_size)
             most = min(config.max_num_seqs * per_seq, limit)
             return memory.num_blocks_for_cpu(block_bytes, available, most)
@@ -122,7 +177,18 @@ class KVCachePool:
                 place, page = where
                 bound |= {name: tensors[place, name][page:] for name in self._places[place]}
             layer.bind(**bound)
+        self._rows = [
+            tensors[layer, name]
+            for layer, states in self._layers
+            for name in _of(states, Per.SEQUENCE)
+        ]
         self.num_blocks = num_blocks
+
+    def copy_rows(self, pairs: Int32) -> None:
+        """Copy states of sequences from rows to rows: [2, n]."""
+        sources, targets = torch.from_numpy(pairs.astype(np.int64)).to(self._device)
+        for rows in self._rows:
+            rows[targets] = rows[sources]
 
     def _zeros(
         self, wanted: dict[tuple[Any, str], tuple[State, int]]
@@ -161,7 +227,7 @@ class KVCachePool:
 
     def free(self) -> None:
         """Have no blocks."""
-        self.num_blocks = 0
+        self.num_blocks, self._rows = 0, []
         for layer, states in self._layers:
             empty = {name: torch.empty(0, dtype=state.dtype) for name, state in states.items()}
             layer.bind(**empty)
@@ -178,7 +244,7 @@ class KVCachePool:
             "KV cache: %d blocks of %d tokens (%.2f GiB), %.1f sequences of %d tokens at once",
             num_blocks,
             block_size,
-            self._bytes_of_pages(num_blocks) / memory.GIB,
+            self._bytes_of_pages(num_blocks) / GIB,
             self._num_pages(num_blocks) / pages,
             max_model_len,
         )

@@ -20,7 +20,7 @@ from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.assembly import AnyExecutor, Entrance, Parts, assemble, make_entrance
 from nanovllm.engine.executor import Executor
-from nanovllm.models.loader import with_own_head
+from nanovllm.models.loader import as_stored
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
 from nanovllm.requests.intake import OnError
@@ -70,7 +70,7 @@ class LLMEngine:
         self.config = replace(config, model=directory)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         if weights:
-            self.model_config = with_own_head(self.model_config, Path(directory))
+            self.model_config = as_stored(self.model_config, Path(directory))
         self._shown = repr(self.config.model), self.model_config.architecture
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
         self._default_params = SamplingParams()

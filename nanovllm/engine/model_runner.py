@@ -111,6 +111,8 @@ class ModelRunner:
         batch = build_batch(plan, table, self.config.kvcache_block_size, self.built.members)
         self._num_shared_steps += batch.prefixes is not None
         with computing_on(device):
+            if plan.loads.size:
+                self.built.pool.copy_rows(plan.loads)
             every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
             computed = None
             if self.graphs is not None and not every_row:
@@ -120,6 +122,8 @@ class ModelRunner:
                 if self.timer is not None:
                     self.timer.begin()
                 computed = self.built.step.run_model(inputs)
+            if plan.saves.size:
+                self.built.pool.copy_rows(plan.saves)
         span = None if self.timer is None else self.timer.span
         return LaunchedStep(plan, batch, computed, span, began)
 

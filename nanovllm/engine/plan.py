@@ -69,6 +69,8 @@ class StepPlan(NamedTuple):
     # [4, n]: additions to block tables: 1 for that of layers that slide, else 0; slot, column and
     # block id
     new_blocks: Int32
+    loads: Int32  # [2, l]: rows of snapshots, and slots whose states begin with these
+    saves: Int32  # [2, s]: slots, and rows that take a snapshot of their states behind this step
     joined: Int32  # [J], slots whose sequence the ranks do not know yet
     facts: NDArray[np.void]  # [J] of `fact_dtype`
 
@@ -86,7 +88,7 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     seqs = [item.seq for item in scheduled]
     num_tokens = np.array([item.num_tokens for item in scheduled], np.int32)
     tokens = chain.from_iterable(
-        seq.token_ids[start : start + count] for seq, start, count, _ in scheduled
+        seq.token_ids[start : start + count] for seq, start, count, *_ in scheduled
     )
     grown = dict.fromkeys([seq for seq in seqs if seq.sent.version != seq.kv.version])
     added = [block for seq in grown for block in _new_blocks(seq)]
@@ -110,11 +112,18 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
         pooling=np.array(pooled, np.int32).reshape(-1, 2).T,
         token_ids=np.fromiter(tokens, dtype=np.int32, count=int(num_tokens.sum())),
         new_blocks=np.array(added, np.int32).reshape(-1, 4).T,
+        loads=_pairs([(seq.kv.row, seq.slot) for seq in joined if seq.kv.row]),
+        saves=_pairs([(item.seq.slot, item.save) for item in scheduled if item.save]),
         joined=np.array([seq.slot for seq in joined], np.int32),
         facts=np.array(
             [tuple(fact.of(seq) for fact in FACTS.values()) for seq in joined], fact_dtype()
         ),
     )
+
+
+def _pairs(of_each: list[tuple[int, int]]) -> Int32:
+    """[2, n]"""
+    return np.array(of_each, np.int32).reshape(-1, 2).T
 
 
 def _new_blocks(seq: Sequence) -> Iterator[tuple[int, int, int, int]]:

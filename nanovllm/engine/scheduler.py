@@ -49,6 +49,7 @@ class Scheduler:
         max_model_len: a sequence of this many tokens ends with "length".
         eos_token_ids: tokens that end a sequence with "stop", unless it ignores them.
         mixed_steps: prefills run beside decodes; without, they run alone and before them.
+        keeps_states: the model has a state for each sequence, so no step may run twice.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Collection[int],
         mixed_steps: bool = True,
+        keeps_states: bool = False,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "a step must have room for every decode"
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.mixed_steps = mixed_steps
+        self.mixed_steps, self.keeps_states = mixed_steps, keeps_states
         self.lengths = LengthEstimator(max_model_len)
         self.num_preemptions = self.num_failures = 0
         self._begin(block_manager)
@@ -172,7 +174,9 @@ class Scheduler:
                 self.block_manager.may_append(seq, item.end)
                 scheduled.append(item)
                 budget -= item.num_tokens
-        return scheduled + self._admit(budget) if admits else scheduled
+        if admits:
+            scheduled += self._admit(budget)
+        return self.block_manager.cut(scheduled, self.waiting)
 
     def _schedule_oldest(self, budget: int) -> list[ScheduledSequence]:
         """The step where all wait for blocks: the oldest that runs gets those of the youngest.
@@ -186,7 +190,7 @@ class Scheduler:
                 self.preempt(self.running[-1])
             if self.running:
                 self.block_manager.may_append(item.seq, item.end)
-                return [item]
+                return self.block_manager.cut([item], self.waiting)
         if not self.waiting:
             return []
         seq, _ = self.waiting.popitem(last=False)
@@ -253,7 +257,17 @@ class Scheduler:
         bisect.insort(self.running, seq, key=_arrival)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the blocks of a running sequence; it resumes before all that have not started."""
+        """Take the blocks of a running sequence, for others."""
+        self._take_back(seq)
+        self.num_preemptions += 1
+        if self.num_preemptions == 1:
+            logger.warning(
+                "the KV cache is full: sequences are preempted and recomputed (counted in "
+                "metrics()); a larger cache or a smaller max_num_seqs avoids it"
+            )
+
+    def _take_back(self, seq: Sequence) -> None:
+        """Let a running sequence wait: it resumes before all that have not started."""
         assert not self._num_in_flight, "a step that writes these blocks is in flight"
         self._stop_running(seq)
         self._release(seq)
@@ -262,17 +276,21 @@ class Scheduler:
         ahead = takewhile(lambda s: s.num_preemptions and s.seq_id < seq.seq_id, self.waiting)
         self._put_at_head([*ahead, seq])
         seq.num_preemptions += 1
-        self.num_preemptions += 1
-        if self.num_preemptions == 1:
-            logger.warning(
-                "the KV cache is full: sequences are preempted and recomputed (counted in "
-                "metrics()); a larger cache or a smaller max_num_seqs avoids it"
-            )
+
+    def compute_again(self) -> None:
+        """A step may have run, and will not be booked. Where a state has moved on with it, its
+        sequences begin again; elsewhere the step does when it is repeated.
+        """
+        if not self.keeps_states:
+            return
+        self.block_manager.drop_all_saves()
+        while self.running:
+            self._take_back(self.running[-1])
 
     def advance(self, scheduled: Iterable[ScheduledSequence]) -> None:
         """Count the tokens of a step that has been launched; those it samples are pending."""
         self._num_in_flight += 1
-        for seq, _, num_tokens, samples in scheduled:
+        for seq, _, num_tokens, samples, _ in scheduled:
             seq.num_computed_tokens += num_tokens
             if samples:
                 seq.append_token(PENDING)
@@ -293,11 +311,16 @@ class Scheduler:
         self._num_in_flight -= 1
         tokens, manager = iter(token_ids), self.block_manager
         finished: list[Sequence] = []
-        for seq, start, num_tokens, samples in scheduled:
+        for item in scheduled:
+            seq, start, num_tokens, samples, save = item
             token_id = next(tokens) if samples else None
             if seq.is_finished:  # it ended, or was aborted, while this step was in flight
+                if save:
+                    manager.dropped(item)
                 continue
             manager.publish(seq, start, start + num_tokens)
+            if save:
+                manager.booked(item)
             if manager.window and manager.drop_before_window(seq, start + num_tokens):
                 self._refused = None
             if token_id is not None:
@@ -379,4 +402,5 @@ class Scheduler:
             "num_waiting": len(self.waiting),
             "num_running": len(self.running),
             "num_preemptions": self.num_preemptions,
+            **self.block_manager.describe(),
         }

@@ -41,6 +41,9 @@ class KVBlocks:
             that slide: older than the window.
         hashes: hashes of its full blocks, each computed once.
         version: number of times that a table has grown.
+        row: row of a snapshot that its state begins with, where the model keeps states; 0: none.
+        stops: positions at which others want a snapshot of its state.
+        saved_at: position of the snapshot that a step on its way takes; 0: there is none.
     """
 
     table: list[int] = field(default_factory=list)
@@ -48,6 +51,9 @@ class KVBlocks:
     num_dropped: int = 0
     hashes: list[int] = field(default_factory=list)
     version: int = 0
+    row: int = 0
+    stops: set[int] = field(default_factory=set)
+    saved_at: int = 0
 
 
 class Sent(NamedTuple):
@@ -248,12 +254,14 @@ class ScheduledSequence(NamedTuple):
         start: position of the first token.
         num_tokens: number of tokens.
         samples: whether they reach the sequence's last token, so that a new one is sampled.
+        save: row that takes a snapshot of the state behind them; 0: none is taken.
     """
 
     seq: Sequence
     start: int
     num_tokens: int
     samples: bool
+    save: int = 0
 
     @classmethod
     def of(cls, seq: Sequence, budget: int) -> ScheduledSequence:

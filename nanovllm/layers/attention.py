@@ -35,6 +35,21 @@ def members_of_tile(config: ModelConfig, build: Build) -> int:
     )
 
 
+def gate_heads(out: torch.Tensor, gate: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """The outputs of heads, each number times the sigmoid of its gate.
+
+    Args:
+        out: [T, Hq D], or [n, Hq D] of the n rows that were kept.
+        gate: [T, Hq D], or partial results [S, T, Hq D], to be summed.
+        rows: rows that were kept; None: all.
+    """
+    if gate.dim() == 3:
+        gate = gate.sum(0)
+    if rows is not None:
+        gate = gate.index_select(0, rows)
+    return out * gate.sigmoid().to(out.dtype)
+
+
 class Attention(StatefulLayer):
     """Causal attention over the paged KV cache of one layer.
 
@@ -124,15 +139,19 @@ class Attention(StatefulLayer):
             if self.rope.query_scale is not None:
                 q = q * self.rope.query_scale[positions].to(q.dtype)[:, None, None]
             out = self.backend.attend(QKV(q, k, v), self.cache, context, self.scoring)
-        rows = context.kept_rows if self.is_last else None
+        rows = self.kept_rows()
         return out.flatten(1) if rows is None else out.flatten(1).index_select(0, rows)
+
+    def kept_rows(self) -> torch.Tensor | None:
+        """The rows of a step that the layer returns: [n] int32; None: all."""
+        return get_context().kept_rows if self.is_last else None
 
     def _norm_rope(self, positions: torch.Tensor, slots: torch.Tensor) -> QKNormRope:
         norms, plus_one = None, False
         if self.norms is not None:
             q_norm, k_norm = self.norms
             norms, plus_one = (q_norm.weight, k_norm.weight, q_norm.eps), q_norm.plus_one
-        return QKNormRope(norms, plus_one, self.rope.cos_sin, positions, slots)
+        return QKNormRope(norms, plus_one, self.rope.turn, positions, slots)
 
     def _own_decode(
         self, qkv: torch.Tensor, how: QKNormRope, cache: KVCache, context: Context

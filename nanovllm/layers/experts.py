@@ -8,14 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoint.model_config import ExpertConfig, ModelConfig
+from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
-from nanovllm.layers.linear import ReplicatedLinear, make_weight
+from nanovllm.layers.linear import LinearBase, make_weight
 from nanovllm.layers.sequence_parallel import sum_over_ranks, whole_rows
 from nanovllm.layers.weights import mxfp4
 from nanovllm.layers.weights.fp8 import Fp8Weight
-from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.layers.weights.int4 import Int4Weight
+from nanovllm.layers.weights.shard import Part, Shard, StackedShard
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.int4 import Int4Codes
 
@@ -28,30 +30,46 @@ def _facts(config: ModelConfig) -> ExpertConfig:
     return config.experts
 
 
-class Router(ReplicatedLinear):
-    """The choice of each token's experts, and of their weights. No format quantises it."""
+class Router(LinearBase):
+    """The choice of each token's experts, and of their weights. No format quantises it.
+
+    With `ExpertConfig.has_shared` the last expert is the one that all tokens choose; the last row
+    of the weight is its gate.
+    """
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         facts, plain = _facts(config), build._replace(quantization=None)
-        super().__init__(config.hidden_size, facts.num_experts, facts.bias, plain)
+        outputs = {"": Part.whole(facts.num_experts)}
+        if facts.has_shared:
+            outputs["shared_expert_gate"] = Part.whole(1)
+        super().__init__(Part.whole(config.hidden_size), outputs, facts.bias, plain)
         self.k, self.norm = facts.num_experts_per_tok, facts.norm_topk_prob
+        self.has_shared = facts.has_shared
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts: x [T, M] -> the k experts of each token [T, k], the likeliest first, and
-        their weights [T, k] float32.
+        their weights [T, k] float32; [T, k + 1] with a shared expert, which comes last.
         """
         logits = self(x)
         if self.build.fused:
             from nanovllm.kernels.products.routing import route
 
-            return route(logits, self.k, self.norm)
+            return route(logits, self.k, self.norm, self.has_shared)
+        if self.has_shared:
+            logits, gate = logits[:, :-1], logits[:, -1:]
         logits, experts = logits.float().sort(dim=-1, descending=True, stable=True)
         weights = (logits[:, : self.k] if self.norm else logits).softmax(-1)
-        return experts[:, : self.k], weights[:, : self.k]
+        experts, weights = experts[:, : self.k], weights[:, : self.k]
+        if self.has_shared:
+            shared = experts.new_full((len(x), 1), logits.shape[1])
+            experts = torch.cat([experts, shared], 1)
+            weights = torch.cat([weights, gate.float().sigmoid()], 1)
+        return experts, weights
 
 
 class Experts(Layer):
     """E experts, each `down(act(gate(x)) * up(x))`, and each divided over the ranks as an MLP is.
+    The one that all tokens choose, if there is one, is the last.
 
     Attributes:
         gate_up: [E * 2 I, M], for each expert the gate's I rows, then those of up.
@@ -64,7 +82,8 @@ class Experts(Layer):
         self.facts, self.build = facts, build
         self.gelu = ACTIVATIONS[config.hidden_act]
         self.part, self.outputs = Part.equal(facts.intermediate_size, build.group), Part.whole(M)
-        E, I = facts.num_experts, len(self.part.held)
+        self.num_experts = E = facts.num_experts + facts.has_shared
+        I = len(self.part.held)
         self.gate_up, self.down = (
             _weight(rows, cols, facts, build) for rows, cols in ((E * 2 * I, M), (E * M, I))
         )
@@ -76,7 +95,7 @@ class Experts(Layer):
 
     def of_each(self, weight: Weight) -> torch.Tensor:
         """The values of a matrix by expert: [E, outputs, inputs]."""
-        return weight.data.data.view(self.facts.num_experts, -1, weight.data.shape[1])
+        return weight.data.data.view(self.num_experts, -1, weight.data.shape[1])
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -160,8 +179,17 @@ class Experts(Layer):
 
 
 def _weight(num_rows: int, num_cols: int, facts: ExpertConfig, build: Build) -> Weight:
-    """A weight for one projection of all experts of a layer, in the format of all of these."""
+    """A weight for one projection of all experts of a layer, in the format of all of these. Experts
+    that a checkpoint has in one tensor are not quantised there.
+    """
+    if facts.packed and build.quantization != WHILE_LOADING:
+        build = build._replace(quantization=None)
     weight = make_weight(num_rows, num_cols, facts.modules(build.path), build)
+    if isinstance(weight, Int4Weight):
+        raise ValueError(
+            f"{build.path}: experts in INT4 are not supported: use a checkpoint that leaves them "
+            "in 16 bits, one in FP8, or the original weights"
+        )
     if isinstance(weight, Fp8Weight) and weight.act_block is None:
         weight.kernels = None  # our kernels for experts accept codes only where tensor cores do
     return weight
@@ -180,12 +208,35 @@ class NumberedExperts(Experts):
     """Experts that the checkpoint stores one by one, each under its number."""
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        for i in range(self.facts.num_experts):
+            yield from self.shards_of(i, f"{path}.{i}")
+        if self.facts.has_shared:
+            yield from self.shards_of(self.facts.num_experts, self.facts.shared(path))
+
+    def shards_of(self, i: int, path: str) -> Iterator[tuple[str, Shard]]:
+        """The tensors of the i-th expert, which has this path, as `Layer.shards`."""
         I, M = len(self.part.held), self.outputs.total
         gate, up, down = self.facts.names
-        for i in range(self.facts.num_experts):
-            for name, begin in ((gate, 2 * i * I), (up, (2 * i + 1) * I)):
-                yield from self.gate_up.shards(f"{path}.{i}.{name}", begin, self.part, self.outputs)
-            yield from self.down.shards(f"{path}.{i}.{down}", i * M, self.outputs, self.part)
+        for name, begin in ((gate, 2 * i * I), (up, (2 * i + 1) * I)):
+            yield from self.gate_up.shards(f"{path}.{name}", begin, self.part, self.outputs)
+        yield from self.down.shards(f"{path}.{down}", i * M, self.outputs, self.part)
+
+
+class StackedExperts(NumberedExperts):
+    """Experts that the checkpoint stacks in one tensor for all, in 16 bits, each gate's rows before
+    those of up (Qwen3.5).
+    """
+
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        of_each = [[shard for _, shard in self.shards_of(i, "")] for i in range(self.num_experts)]
+        routed = of_each[: self.facts.num_experts]
+        experts = Part.whole(self.facts.num_experts)
+        both = Part.whole(2 * self.part.total), self.outputs
+        yield f"{path}.gate_up_proj", StackedShard.of([each[:2] for each in routed], experts, both)
+        down = self.outputs, Part.whole(self.part.total)
+        yield f"{path}.down_proj", StackedShard.of([each[2:] for each in routed], experts, down)
+        if self.facts.has_shared:
+            yield from self.shards_of(self.facts.num_experts, self.facts.shared(path))
 
 
 class PackedExperts(Experts):

@@ -134,6 +134,7 @@ def norm(
 ) -> RMSNorm:
     """A norm of hidden states, or of rows of another `size`."""
     size, plus_one = size or config.hidden_size, config.norm_plus_one
-    k = 0 if config.experts is None else config.experts.num_experts_per_tok
+    experts = config.experts
+    k = 0 if experts is None else experts.num_experts_per_tok + experts.has_shared
     eps = config.rms_norm_eps
     return RMSNorm(size, eps, build, plus_one=plus_one, num_experts=k, act_block=act_block)

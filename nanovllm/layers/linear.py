@@ -156,8 +156,9 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     Ranks divide the heads. With fewer KV heads than ranks, several ranks hold the same one.
 
-    Args:
-        order: order of each query and key head's elements, see `RotaryEmbedding`.
+    With `ModelConfig.attention_gate` the checkpoint's query projection has, for each head, D rows
+    of queries, then D of gates. Here all gates come first, so that queries, keys and values remain
+    side by side: [T, Hq D + (Hq + 2 Hkv) D].
 
     Attributes:
         num_heads, num_kv_heads: heads of this rank.
@@ -166,33 +167,43 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     partial = True
 
-    def __init__(self, config: ModelConfig, order: list[int] | None, build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         D, num_heads = config.head_dim, config.num_attention_heads
         num_kv_heads = config.num_key_value_heads
         q = Part.equal(num_heads, build.group).held
         kv = local_kv_heads(num_kv_heads, build.group)
-        q_rows = _rows_of_heads(q, num_heads, D, order)
-        k_rows = _rows_of_heads(kv, num_kv_heads, D, order)
-        v_rows = _rows_of_heads(kv, num_kv_heads, D, None)
-        outputs = {"q_proj": q_rows, "k_proj": k_rows, "v_proj": v_rows}
+        q_rows = _rows_of_heads(q, num_heads, D)
+        kv_rows = _rows_of_heads(kv, num_kv_heads, D)
+        with_gates = _gated_rows(q, num_heads, D) if config.attention_gate else q_rows
+        outputs = {"q_proj": with_gates, "k_proj": kv_rows, "v_proj": kv_rows}
         inputs, outputs = Part.whole(config.hidden_size), _named(outputs, config.packed_qkv)
         super().__init__(inputs, outputs, config.qkv_bias, build)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
-        self.head_parts = q_rows, k_rows
+        self.head_parts = q_rows, kv_rows
+
+    def split_gate(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gates [..., Hq D] of the results with gates, and queries, keys and values."""
+        width = len(self.head_parts[0].held)
+        return rows[..., :width], rows[..., width:]
 
 
 def _named(parts: dict[str, Part], packed: bool) -> dict[str, Part]:
     return {"": Part.packed([*parts.values()])} if packed else parts
 
 
-def _rows_of_heads(
-    heads: Sequence[int], num_heads: int, head_dim: int, order: list[int] | None
-) -> Part:
-    """The rows of these heads in a projection, those of each head in `order`."""
-    rows: Sequence[int] = range(heads[0] * head_dim, (heads[-1] + 1) * head_dim)
-    if order is not None:
-        rows = [head * head_dim + i for head in heads for i in order]
+def _rows_of_heads(heads: Sequence[int], num_heads: int, head_dim: int) -> Part:
+    """The rows of these heads in a projection."""
+    rows = range(heads[0] * head_dim, (heads[-1] + 1) * head_dim)
     return Part(rows, num_heads * head_dim)
+
+
+def _gated_rows(heads: Sequence[int], num_heads: int, head_dim: int) -> Part:
+    """The rows of these heads in a query projection with gates: those of gates, then of queries."""
+    gates, queries = (
+        [2 * head * head_dim + begin + i for head in heads for i in range(head_dim)]
+        for begin in (head_dim, 0)
+    )
+    return Part(gates + queries, 2 * num_heads * head_dim)
 
 
 def local_kv_heads(num_kv_heads: int, group: Group) -> range:

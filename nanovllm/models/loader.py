@@ -39,8 +39,10 @@ TEXT_PREFIXES = {
 OTHER_PARTS = tuple(
     f"{model}{part}."
     for model in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector")
+    for part in ("vision_tower", "multi_modal_projector", "visual")
 )
+DRAFTS = "mtp."  # prefix of layers that draft tokens (Qwen3.5), which are left out of any model
+STACKED = ".mlp.experts.gate_up_proj"  # end of the name of experts in one tensor
 ROWS = 4096  # rows of a matrix to compare at once
 _SHOWN = 8  # names listed in an error
 
@@ -154,7 +156,12 @@ def _other_names(files: Iterable[str], is_part: bool) -> dict[str, str]:
     return text_names(files) if is_part else bare_names(files)
 
 
-def with_own_head(config: ModelConfig, directory: Path) -> ModelConfig:
+def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
+    """The facts of a checkpoint, with those that only its tensors tell."""
+    return _with_own_head(_with_stacked_experts(config, directory), directory)
+
+
+def _with_own_head(config: ModelConfig, directory: Path) -> ModelConfig:
     """The facts of a checkpoint. If its config.json ties the LM head to the embedding, but the
     checkpoint has a head with other values, that head counts, as in transformers, with a warning.
     """
@@ -173,6 +180,16 @@ def with_own_head(config: ModelConfig, directory: Path) -> ModelConfig:
         embedding,
     )
     return replace(config, tie_word_embeddings=False)
+
+
+def _with_stacked_experts(config: ModelConfig, directory: Path) -> ModelConfig:
+    """The facts of a checkpoint. Files of Qwen3.5 have experts one by one, or all in one tensor,
+    and no config.json says which.
+    """
+    if config.experts is None or not config.experts.has_shared:
+        return config
+    is_stacked = any(name.endswith(STACKED) for name in find_weights(directory))
+    return replace(config, experts=replace(config.experts, packed=is_stacked))
 
 
 def _are_equal(files: Mapping[str, Path], name: str, other: str) -> bool:
@@ -253,7 +270,7 @@ def match(own: Mapping[str, Shard], saved: Collection[str], is_part: bool = Fals
     ignored = {name for name in saved if name.endswith(("rotary_emb.inv_freq", *NOT_READ))}
     is_tied = HEAD not in own
     if is_tied and embedding in saved:
-        ignored.add(head)  # saved twice; `with_own_head` has compared them
+        ignored.add(head)  # saved twice; `as_stored` has compared them
     elif is_tied and head in saved:
         shards[head] = shards.pop(embedding)
     needed = {name for name, shard in shards.items() if not shard.is_optional}
@@ -283,8 +300,8 @@ def load_model(
     """
     files, own = find_weights(directory), checkpoint_shards(model)
     _warn_of_unread_files(directory, set(files.values()))
-    if is_part:
-        files = {name: file for name, file in files.items() if not name.startswith(OTHER_PARTS)}
+    left_out = (*OTHER_PARTS, DRAFTS) if is_part else (DRAFTS,)
+    files = {name: file for name, file in files.items() if not name.startswith(left_out)}
     matching = match(own, files, is_part)
     if problems := matching.problems():
         raise ValueError(f"{directory} does not match its config.json: {'; '.join(problems)}")

@@ -25,7 +25,7 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         M, D, bias = config.hidden_size, config.head_dim, config.output_bias
         width, multiplier = config.num_attention_heads * D, config.residual_multiplier
-        self.qkv_proj = QKVParallelLinear(config, rope.order, build.at("qkv_proj"))
+        self.qkv_proj = QKVParallelLinear(config, build.at("qkv_proj"))
         self.o_proj = RowParallelLinear(width, M, bias, build.at("o_proj"), multiplier)
         norms, is_last = None, i == config.num_hidden_layers - 1
         if config.qk_norm == "head":
@@ -83,35 +83,45 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    """Embedding, layers, final norm."""
+    """Embedding, layers, final norm.
 
-    def __init__(self, config: ModelConfig, build: Build, layer_class: type[nn.Module]) -> None:
+    Args:
+        layer_class: class of the layers.
+        final_norm: name of the final norm in the checkpoint.
+    """
+
+    def __init__(
+        self, config: ModelConfig, build: Build, layer_class: type[nn.Module], final_norm: str
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config, build)
         ropes = rotary_embeddings(config, build)
         self.layers = nn.ModuleList(
-            layer_class(config, i, ropes[layer.rope], build.at(f"layers.{i}"))
+            layer_class(config, i, ropes.get(layer.rope), build.at(f"layers.{i}"))
             for i, layer in enumerate(config.layers)
         )
-        self.norm = norm(config, build)
+        own_norm = norm(config, build)
+        self.add_module(final_norm, own_norm)
+        self.normalise = own_norm.whole_forward
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
-        return self.norm.whole_forward(hidden, residual)
+        return self.normalise(hidden, residual)
 
 
 class Qwen3ForCausalLM(nn.Module):
     """The language model. Build it under `torch.device(...)`; its weights start uninitialised."""
 
     layer_class: type[nn.Module] = Qwen3DecoderLayer
+    final_norm = "norm"
     adds_after_norms = False  # if True, large steps do not divide their rows over GPUs
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         self.config = config
-        self.model = Qwen3Model(config, build.at("model"), self.layer_class)
+        self.model = Qwen3Model(config, build.at("model"), self.layer_class, self.final_norm)
         self.lm_head = ParallelLMHead(config, build)
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)

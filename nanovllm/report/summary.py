@@ -135,9 +135,11 @@ def least_seconds(engine: Engine, bandwidth: float | None, flops: float | None) 
     config = model_config(facts["config"])
     held = engine["used_blocks"] * facts["kvcache_block_size"]
     windows = (0, *facts["windows"])
+    num_tokens = engine["prefill_tokens"] + engine["decode_tokens"]
     steps = limits.Steps(
-        (engine["prefill_tokens"] + engine["decode_tokens"]).astype(np.int64),
+        num_tokens.astype(np.int64),
         engine["sampled_tokens"].astype(np.int64),
+        np.minimum(engine["running"], num_tokens).astype(np.int64),
         {w: np.minimum(engine.keys[:, i], held).astype(np.int64) for i, w in enumerate(windows)},
         {w: engine.pairs[:, i].astype(np.int64) for i, w in enumerate(windows)},
     )

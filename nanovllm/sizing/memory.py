@@ -25,7 +25,7 @@ def num_blocks_for_cuda(
         ValueError: if not one block fits.
     """
     share = int(total * utilization) - own_peak
-    available = min(share, free + own_now - own_peak - RESERVE)
+    available = available_for_cuda(total, free, own_now, own_peak, utilization)
     num_blocks = available // block_bytes
     if num_blocks < 1:
         if share <= available:
@@ -38,6 +38,13 @@ def num_blocks_for_cuda(
             f"takes {block_bytes / GIB:.3f} GiB; {remedy}, or lower max_num_batched_tokens"
         )
     return num_blocks
+
+
+def available_for_cuda(
+    total: int, free: int, own_now: int, own_peak: int, utilization: float
+) -> int:
+    """The bytes of a GPU that this engine may still use, see `num_blocks_for_cuda`."""
+    return min(int(total * utilization) - own_peak, free + own_now - own_peak - RESERVE)
 
 
 def num_blocks_for_cpu(block_bytes: int, available: int, most: int) -> int:

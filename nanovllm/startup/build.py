@@ -64,7 +64,7 @@ def choose_build(
         block_size=config.kvcache_block_size,
         cache_dtype=cache_dtype,
         quantization=choose_quantization(
-            config.quantization, found, experts is not None and experts.packed
+            config.quantization, found, experts is not None and experts.packed and experts.bias
         ),
         decode_tokens=scheduler.DECODE_TOKENS,
     )
@@ -73,7 +73,7 @@ def choose_build(
 
 def _warn_of_stretched_rope(model_config: ModelConfig, max_model_len: int) -> None:
     """Say so where short texts are not computed as in transformers."""
-    for rope in dict.fromkeys(layer.rope for layer in model_config.layers):
+    for rope in model_config.ropes:
         if rope.is_stretched(max_model_len):
             logger.warning(
                 "RoPE scaling %r depends on max_model_len (%d), not on the length of each text: "

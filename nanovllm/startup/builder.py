@@ -247,6 +247,7 @@ class Builder:
     ) -> int:
         """Allocate as many blocks as fit all ranks, and return their number."""
         own = weight_bytes(model) + self.group.peer_bytes
+        pool.limit_rows(own, own + activations)
         num_blocks = self.group.minimum(pool.how_many_fit(max_model_len, own, own + activations))
         try:
             pool.allocate(num_blocks)
@@ -287,7 +288,7 @@ class Builder:
         return StepGraphs(
             step.run_model,
             self.device,
-            self.config.max_num_seqs,
+            pool.max_num_seqs,
             width,
             members,
             max_prompt_tokens,

@@ -221,11 +221,11 @@ class Timeline:
         self, scheduled: list[ScheduledSequence], num_decodes: int
     ) -> tuple[list[int], list[int]]:
         """The `keys` and `pairs` of a step, whose decodes come first."""
-        chunks = [(start, start + count) for _, start, count, _ in scheduled[num_decodes:]]
+        chunks = [(start, start + count) for _, start, count, *_ in scheduled[num_decodes:]]
         decoded = sum(map(_start, scheduled[:num_decodes])) + num_decodes
         keys, pairs = [decoded + sum(end for _, end in chunks)], [decoded + _pairs(chunks, 0)]
         for window in self._windows:
-            seen = [min(start + count, window) for _, start, count, _ in scheduled]
+            seen = [min(start + count, window) for _, start, count, *_ in scheduled]
             keys.append(sum(seen))
             pairs.append(sum(seen[:num_decodes]) + _pairs(chunks, window))
         return keys, pairs

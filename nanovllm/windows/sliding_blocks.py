@@ -71,7 +71,7 @@ class SlidingBlockManager(BlockManager):
         sliding: BlockKind,
     ) -> None:
         ratio = max(whole.pages, sliding.pages)
-        self.pages = Pages(num_slabs(num_blocks, (whole, sliding)), ratio, self._forget)
+        self.pages = Pages(num_slabs(num_blocks, (whole, sliding)), ratio, self._forget_page)
         super().__init__(self.pages.num_pages, block_size, enable_prefix_caching, sliding.window)
         self.free_block_ids.clear()  # the pages know
         self.whole, self.sliding = whole, sliding
@@ -132,16 +132,15 @@ class SlidingBlockManager(BlockManager):
     def _unpublish(self, block: Block) -> None:
         if self.pages.has_content(block.block_id):
             self.pages.drop_content(block.block_id)
-        self._forget(block.block_id)
+        self._forget_page(block.block_id)
 
-    def _forget(self, page: int) -> None:
+    def _forget_page(self, page: int) -> None:
         """The content of a block or part goes: it is in no index any more."""
         block = self.blocks[page]
         if block.hash == NO_HASH:
             self._forget_part(self.parts[page].chain_id)
             return
-        del self.hash_to_block_id[block.hash]
-        block.hash = NO_HASH
+        self._forget(block)
         if block.chain_id in self.published_parts:
             self._forget_part(block.chain_id)
 

@@ -17,7 +17,7 @@ def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> 
     num_decodes = 0
     while num_decodes < len(scheduled) and scheduled[num_decodes].num_tokens == 1:
         num_decodes += 1
-    for i, (seq, start, count, samples) in enumerate(scheduled):
+    for i, (seq, start, count, samples, _) in enumerate(scheduled):
         for position in range(start, start + count):
             ids.append(seq.token_ids[position])
             positions.append(position)

@@ -102,6 +102,17 @@ class Workload:
         self.counts["chunked"] += len({c.seq_id for c in chunks if c.was_prefill} & self.prefills)
         self.prefills = {c.seq_id for c in chunks if c.was_prefill}
 
+    def fail(self) -> None:
+        """A step runs and is not booked: a launch that failed late."""
+        scheduler = self.scheduler
+        while self.loop.under_way:
+            scheduler.postprocess(*self.loop.under_way.pop(0))
+        if scheduled := scheduler.schedule():
+            self.loop.model.run(scheduled)
+            scheduler.compute_again()
+            check_scheduler(scheduler)
+            self.counts["failure"] += 1
+
     def finish(self) -> None:
         """Run what is left, then check every output."""
         while not self.scheduler.is_finished():
@@ -109,7 +120,9 @@ class Workload:
         assert self.scheduler.block_manager.num_used_blocks == 0
         for seq in self.seqs:
             kinds = kinds_of(self.scheduler.block_manager)
-            expected, reason = reference(seq, self.scheduler.max_model_len, kinds)
+            expected, reason = reference(
+                seq, self.scheduler.max_model_len, kinds, self.scheduler.keeps_states
+            )
             if seq.seq_id in self.aborted:
                 assert seq.completion_token_ids == expected[: seq.num_completion_tokens]
             else:
@@ -117,6 +130,7 @@ class Workload:
             self.counts["hit"] += seq.num_cached_tokens
             self.counts["eos"] += seq.last_token == EOS
         self.counts["preempt"] += self.scheduler.num_preemptions
+        self.counts.update(self.scheduler.block_manager.describe())
 
 
 @pytest.mark.parametrize("mixed", [True, rare(False)], ids=["mixed", "prefill-first"])
@@ -155,6 +169,40 @@ def test_random_workload(caching, guess_low, lookahead, mixed):
     assert bool(total["hit"]) == caching
     assert not mixed or total["mixed"]  # the loop checks that steps are not mixed if they must not
     assert bool(total["drain"]) == bool(lookahead), "preempting waits for the step under way"
+
+
+@pytest.mark.parametrize("lookahead", [rare(0), 1], ids=["synchronous", "overlap"])
+def test_random_workload_of_a_model_with_states(lookahead):
+    """Snapshots of states are taken, used and given up; steps run and are not booked."""
+    total: Counter[str] = Counter()
+    for seed, (num_blocks, block_size, budget, max_num_seqs) in enumerate(ENGINES):
+        num_snapshots = (0, 1, 2, 5)[seed % 4]
+        print(f"seed {seed}: {num_blocks} x {block_size}, {num_snapshots} snapshots")
+        scheduler = make_scheduler(
+            num_blocks,
+            block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=40,
+            num_snapshots=num_snapshots,
+        )
+        workload = Workload(random.Random(seed), scheduler, seed % 2 == 0, lookahead)
+        for _ in range(NUM_STEPS):
+            if len(scheduler.waiting) < 12 and workload.rng.random() < 0.4:
+                workload.arrive()
+            if workload.seqs and workload.rng.random() < 0.02:
+                workload.abort()
+            if workload.rng.random() < 0.02:
+                workload.fail()
+            workload.step()
+        workload.finish()
+        total += workload.counts
+    print(dict(total))
+    names = "chunked", "abort", "preempt", "failure", "hit"
+    names += "num_snapshots", "num_snapshot_hits", "num_snapshot_tokens"
+    assert all(total[name] > 0 for name in names), total
+    # More than there are rows, and some were used again and again.
+    assert total["num_snapshot_hits"] > total["num_snapshots"] / 2
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

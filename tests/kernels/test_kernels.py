@@ -227,7 +227,7 @@ def test_what_products_read_goes_on_to_the_end_of_a_tile() -> None:
 def test_projections_to_heads_may_be_partial(T: int, tmp_path: Path) -> None:
     build = Build(HALF, True, Group(), TorchBackend(), 64)
     config = small_config(tmp_path, hidden_size=512, head_dim=16)
-    layer = QKVParallelLinear(config, None, build).to(DEVICE)
+    layer = QKVParallelLinear(config, build).to(DEVICE)
     layer.weight.data.copy_(randn(128, 512, seed=1) * 512**-0.5)
     x = randn(T, 512, dtype=HALF)
     out = layer(x)
@@ -368,9 +368,15 @@ def test_fill_in(T: int) -> None:
         rare(257, 6, 2, 64),  # many tokens take more heads in a program
     ],
 )
+@pytest.mark.parametrize(
+    ("share", "interleaved"),
+    [(1, False), (4, False), rare(1, True), rare(2, True)],
+    ids=["whole", "quarter", "interleaved", "interleaved half"],
+)
 def test_qk_norm_rope_store(
-    T: int, hq: int, hkv: int, d: int, has_norms: bool, parts: int, dtype: torch.dtype, fp8: bool
-) -> None:
+    T: int, hq: int, hkv: int, d: int, has_norms: bool, parts: int, dtype: torch.dtype, fp8: bool,
+    share: int, interleaved: bool,
+) -> None:  # fmt: skip
     """Against the plain layers. Slot -1 is stored nowhere, and nothing else is written."""
     max_position, N, S = 50, 40, 16
     if parts == 1:
@@ -382,7 +388,8 @@ def test_qk_norm_rope_store(
     positions = torch.randint(0, max_position, (T,), dtype=torch.int32, device=DEVICE)
     slots = torch.randperm(N * S)[:T].to(DEVICE, torch.int32)
     slots[T // 2 :: 4] = -1
-    rope = RotaryEmbedding(d, max_position, RopeParameters(10000.0, d)).to(DEVICE)
+    parameters = RopeParameters(10000.0, d // share, interleaved=interleaved)
+    rope = RotaryEmbedding(d, max_position, parameters).to(DEVICE)
     norms = None
     if has_norms:
         build = Build(dtype, False, Group(), TorchBackend(), 64)
@@ -393,9 +400,9 @@ def test_qk_norm_rope_store(
         norms = q_norm.weight, k_norm.weight, 1e-6
     q, k = rope(positions, q), rope(positions, k)
     cache = poisoned_cache((N, S, hkv, d), FP8 if fp8 else dtype)
-    how = QKNormRope(norms, False, rope.cos_sin, positions, slots)
+    how = QKNormRope(norms, False, rope.turn, positions, slots)
     qkv = qk_norm_rope_store(given, how, cache, dtype)
-    assert (qkv is given) == (parts == 1) and qkv.dtype == dtype
+    assert (qkv is given) == (parts == 1 and not rope.turn.reorders) and qkv.dtype == dtype
     close(qkv[:, :hq], q)
     if fp8:  # half a step: 4 significant bits, or of the least exponent
         least = k.float().abs().amax(-1, keepdim=True) * 2.0**-17

@@ -24,7 +24,7 @@ from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.tensors.kv_cache import KVCache, dequantize, rounded
-from nanovllm.tensors.qk_norm_rope import QKNormRope
+from nanovllm.tensors.qk_norm_rope import QKNormRope, Turn
 from nanovllm.tensors.scoring import Scoring
 
 LONGEST = 400
@@ -54,7 +54,9 @@ class Projected:
             k_norm.weight.copy_(randn(d, seed=2))
             q, k = q_norm(q), k_norm(k)
             norms = q_norm.weight, k_norm.weight, 1e-6
-        rope = RotaryEmbedding(d, LONGEST, RopeParameters(10000.0, d)).to(DEVICE)
+        how = rng.choice([{"rotary_dim": d}, {"rotary_dim": d // 4}])
+        parameters = RopeParameters(10000.0, **how, interleaved=rng.random() < 0.3)
+        rope = RotaryEmbedding(d, LONGEST, parameters).to(DEVICE)
         positions = case.context.context_lens - 1
         case.q, self.k = rope(positions, q), rope(positions, k)
         if fp8:
@@ -62,7 +64,7 @@ class Projected:
         for i in range(B):
             case.keys[i][-1], case.values[i][-1] = self.k[i], self.v[i]
         slots = case.context.slot_mapping.clone()
-        self.how = QKNormRope(norms, plus_one, rope.cos_sin, positions, slots)
+        self.how = QKNormRope(norms, plus_one, rope.turn, positions, slots)
 
 
 def bytes_of(cache: KVCache) -> list[torch.Tensor]:
@@ -153,7 +155,7 @@ def test_a_table_is_not_read_behind_its_end() -> None:
     behind = ctypes.c_void_p(table.ctypes.data + 4 * width)
     cache = KVCache(torch.randn(width, 64, 1, 32), torch.randn(width, 64, 1, 32))
     lens = torch.tensor([513], dtype=torch.int32)  # 17 tiles
-    how = QKNormRope(None, False, torch.randn(600, 32), lens - 1, lens - 1)
+    how = QKNormRope(None, False, Turn(torch.randn(600, 32), 32), lens - 1, lens - 1)
     args = cache, torch.float32, torch.from_numpy(table)[None], lens, 1024, Scoring(0.2)
 
     def decode() -> None:

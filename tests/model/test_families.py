@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from attention_cases import HAS_CUDA
+from plain_modules import assert_layers_know_their_names
 from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -42,14 +43,12 @@ from nanovllm.checkpoint.quantization import WHILE_LOADING, Quantization, Rule
 from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
-from nanovllm.layers.experts import Experts, Router
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.rotary_embedding import frequencies
 from nanovllm.layers.weights.quantized import dequantize
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
-from nanovllm.sizing.model_size import matrices
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.utils.context import Context, use_context
@@ -284,31 +283,7 @@ def test_logprobs_are_those_of_transformers(path: Path) -> None:
 
 @pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
 def test_layers_know_their_names_and_sizes(path: Path) -> None:
-    """What config.json says of a module is meant for the layer that is called so; and sizes are
-    known without a model.
-    """
-    config = ModelConfig.from_pretrained(str(path))
-    build = Build(torch.float32, False, Group(), TorchBackend(), 64)
-    with torch.device("meta"):
-        model = model_class(config.architecture)(config, build)
-    found: dict[tuple[str, ...] | None, int] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LinearBase | Experts):
-            assert module.build.path == name
-        if isinstance(module, Experts):
-            count = module.gate_up.data.numel() + module.down.data.numel()
-            found[tuple(module.facts.modules(name))] = count
-            assert name.endswith(module.facts.path)
-        elif isinstance(module, Router):
-            found[None] = found.get(None, 0) + module.weight.data.numel()
-        elif isinstance(module, LinearBase):
-            found[tuple(module.sources(name))] = module.weight.data.numel()
-    computed: dict[tuple[str, ...] | None, int] = {}
-    for modules, size, is_sparse in matrices(config):
-        key = None if modules is None else tuple(modules)
-        assert is_sparse == (key is not None and "experts" in key[0])
-        computed[key] = computed.get(key, 0) + size
-    assert found == computed
+    assert_layers_know_their_names(path)
 
 
 # Packed tensors, biases, multipliers, norms over all heads, KV heads that several ranks have.

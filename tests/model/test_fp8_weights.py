@@ -285,19 +285,25 @@ def test_scales_that_are_missing_or_do_not_fit(
         LLM(quantised, **SMALL)
 
 
+def test_experts_in_one_tensor_are_never_quantised(tmp_path: Path) -> None:
+    """gpt-oss, with attention in 8 bits."""
+    shape = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    quantised, exact = checkpoints(
+        tmp_path, "rows", "gpt_oss", lambda module: "experts" in module, **shape
+    )
+    assert_loaded(quantised, exact)
+
+
 def test_experts_in_other_formats_are_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "oss", "gpt_oss", num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(ValueError, match=r"'fp8' is not supported for experts .*: leave it out"):
         LLM(path, quantization="fp8", **SMALL)
-    edit_json(path / "config.json", quantization_config=WAYS["rows"])
-    with pytest.raises(ValueError, match=r"'compressed-.* for model\.layers\.0\.mlp\.experts: use"):
-        LLM(path, **SMALL)
     path = make_checkpoint(tmp_path / "mixtral", "mixtral")
     awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
     edit_json(path / "config.json", quantization_config=awq)
     with pytest.raises(
         ValueError,
-        match=r"'awq' is not supported for model\.layers\.0\.block_sparse_moe\.experts: .* in FP8$",
+        match=r"^model\.layers\.0\.block_sparse_moe\.experts: experts in INT4 are .* one in FP8,",
     ):
         LLM(path, **SMALL)
     fp8 = {"quant_method": "fp8", "modules_to_not_convert": ["block_sparse_moe.experts.3.w1"]}

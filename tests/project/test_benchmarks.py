@@ -181,7 +181,7 @@ def test_work_of_layers_that_are_not_quantised(config: ModelConfig) -> None:
 def test_work_of_windows_and_experts(config: ModelConfig) -> None:
     """One layer slides, the other has experts: again counted token by token."""
     names = "gate_proj", "up_proj", "down_proj"
-    sparse = ExpertConfig(4, 2, 24, True, False, 0.0, False, False, "mlp.experts", names)
+    sparse = ExpertConfig(4, 2, 24, True, False, 0.0, False, False, False, "mlp.experts", names)
     first, second = config.layers
     layers = replace(first, window=8), replace(second, is_sparse=True)
     mixed = replace(config, layers=layers, experts=sparse)
@@ -260,13 +260,13 @@ def test_roofline_of_any_checkpoint_and_workload(
 def test_a_checkpoint_in_8_bits_keeps_its_head(config: ModelConfig) -> None:
     """A head in INT8 is of models that were quantised while they were loaded."""
     assert limits.itemsizes(config, 2, "bfloat16", "none") == BF16
-    assert limits.itemsizes(config, 2, "float8_e4m3fn", "fp8") == (1 + 1 / 32, 1, 2, 1)
+    assert limits.itemsizes(config, 2, "float8_e4m3fn", "fp8") == (1 + 1 / 32, 1, 2, 1, 2)
     fp8 = Quantization(Fp8((128, 128), "weight_scale_inv"), "fp8")
     published = replace(config, quantization=fp8)
-    assert limits.itemsizes(published, 2, "bfloat16", "fp8") == (2, 1, 2, 2)
+    assert limits.itemsizes(published, 2, "bfloat16", "fp8") == (2, 1, 2, 2, 2)
     int4 = Quantization(Int4(32, "qweight", "scales", "qzeros"), "gptq")
     published = replace(config, quantization=int4)
-    assert limits.itemsizes(published, 2, "bfloat16", "int4") == (2, 0.5 + 4 / 32, 2, 2)
+    assert limits.itemsizes(published, 2, "bfloat16", "int4") == (2, 0.5 + 4 / 32, 2, 2, 2)
 
 
 def test_unknown_hardware_has_no_limit() -> None:

@@ -145,6 +145,7 @@ def test_least_time_of_steps_is_that_of_the_workload(
     steps = limits.Steps(
         np.array([650, 3, 3, 3]),
         np.array([3, 3, 3, 3]),
+        np.array([3, 3, 3, 3]),
         {0: np.array([650, 653, 656, 659])},
         {0: np.array([sum(n * n / 2 for n in prompts), 653, 656, 659])},
     )

@@ -22,7 +22,7 @@ from nanovllm.kernels.attention.kv_cache import (
     store_halves,
     to_queries,
 )
-from nanovllm.kernels.attention.rope import norm_rope
+from nanovllm.kernels.attention.rope import norm_rope, turned_places
 from nanovllm.kernels.attention.splits import (
     choose_num_splits,
     combining,
@@ -56,14 +56,18 @@ def _columns(x1, x2, PAIR: tl.constexpr):
 
 
 @triton.jit
-def _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, position, D: tl.constexpr):
+def _load_turn(
+    q_weight_ptr, k_weight_ptr, cos_sin_ptr, position,
+    D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """Load cosines and sines of a position, and norm weights of queries and of keys, by halves."""
     HALF: tl.constexpr = D // 2
     i = tl.arange(0, HALF)[None, :]
     cos_sin, of_q, of_k = cos_sin_ptr + position.to(tl.int64) * D + i, (0.0, 0.0), (0.0, 0.0)
     if q_weight_ptr is not None:
-        of_q = tl.load(q_weight_ptr + i), tl.load(q_weight_ptr + HALF + i)
-        of_k = tl.load(k_weight_ptr + i), tl.load(k_weight_ptr + HALF + i)
+        first, second = turned_places(i, D, R, INTERLEAVED)
+        of_q = tl.load(q_weight_ptr + first), tl.load(q_weight_ptr + second)
+        of_k = tl.load(k_weight_ptr + first), tl.load(k_weight_ptr + second)
     return (tl.load(cos_sin), tl.load(cos_sin + HALF)), of_q, of_k
 
 
@@ -83,7 +87,7 @@ def _own_key(
     k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr,
     G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
     SOFTCAP: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,
+    R: tl.constexpr, INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Store the token's key and value, and attend to them. Returns m, l, acc, and acc_odd for
     `decode_tile`.
@@ -96,9 +100,9 @@ def _own_key(
     cos_sin, _, weight = turn
     head, HKV = tl.zeros([1, 1], tl.int32) + tl.program_id(0), tl.num_programs(0)
     i = tl.arange(0, HALF)[None, :]
-    ptr = token_ptr + (HKV * G + head) * D + i
-    k1, k2 = load_heads(ptr, None, stride_part, HALF, PARTS, DTYPE)
-    v1, v2 = load_heads(ptr + HKV * D, None, stride_part, HALF, PARTS, DTYPE)
+    ptr, places = token_ptr + (HKV * G + head) * D, turned_places(i, D, R, INTERLEAVED)
+    k1, k2 = load_heads(ptr, places, None, stride_part, PARTS, DTYPE)
+    v1, v2 = load_heads(ptr + HKV * D, (i, HALF + i), None, stride_part, PARTS, DTYPE)
     k1, k2 = norm_rope(k1, k2, weight, cos_sin, eps, D, NORM, PLUS_ONE)
     keys, values, k_exponent, v_exponent = (k1, k2), (v1, v2), None, None
     if k_exponents_ptr is not None:
@@ -128,7 +132,7 @@ def _own_token(
     k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, S: tl.constexpr, NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr, SOFTCAP: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
-    PARTS: tl.constexpr, DTYPE: tl.constexpr,
+    PARTS: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The queries of this program's KV head, in the form of `load_queries`; and m, l, acc and
     acc_odd, after the token's own key if `is_own`.
@@ -140,8 +144,8 @@ def _own_token(
     HALF: tl.constexpr = D // 2
     cos_sin, weight, _ = turn
     kv_head, i, g = tl.program_id(0), tl.arange(0, HALF)[None, :], tl.arange(0, G_PAD)
-    ptrs = token_ptr + (kv_head * G + g)[:, None] * D + i
-    q1, q2 = load_heads(ptrs, (g < G)[:, None], stride_part, HALF, PARTS, DTYPE)
+    ptrs, places = token_ptr + (kv_head * G + g)[:, None] * D, turned_places(i, D, R, INTERLEAVED)
+    q1, q2 = load_heads(ptrs, places, (g < G)[:, None], stride_part, PARTS, DTYPE)
     q1, q2 = norm_rope(q1, q2, weight, cos_sin, eps, D, NORM, PLUS_ONE)
     m, l = before_keys(sinks_ptr, kv_head * G + g, g < tl.where(is_own, G, 0), G_PAD)
     acc = tl.zeros([D // PAIR, G_PAD] if LEFT else [G_PAD, D // PAIR], tl.float32)
@@ -150,7 +154,7 @@ def _own_token(
         m, l, acc, acc_odd = _own_key(
             token_ptr, turn, slot, eps, stride_part, q1, q2, m, l, scale, k_cache_ptr, v_cache_ptr,
             k_exponents_ptr, v_exponents_ptr, G, D, S, NORM, PLUS_ONE, SOFTCAP, PAIR, LEFT, PARTS,
-            DTYPE,
+            R, INTERLEAVED, DTYPE,
         )  # fmt: skip
     q, q_odd = _columns(q1, q2, PAIR)
     if PAIR == 2:
@@ -167,7 +171,7 @@ def _own_decode_kernel(
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
     PAIR: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr, PLUS_ONE: tl.constexpr,
-    CVT: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, INTERLEAVED: tl.constexpr, CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one token, over one split of the keys. An
     # FP8 cache is passed twice: as FP8, and with its columns in pairs, as int16.
@@ -186,7 +190,8 @@ def _own_decode_kernel(
     g, group = tl.arange(0, G_PAD), seq * tl.num_programs(0) + kv_head
     table_ptr = tables_ptr + seq * stride_table
     k_ptr, v_ptr = k_cache_ptr + kv_head * W, v_cache_ptr + kv_head * W
-    turn = _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, tl.load(positions_ptr + seq), D)
+    position = tl.load(positions_ptr + seq)
+    turn = _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, position, D, R, INTERLEAVED)
     slot = tl.load(slots_ptr + seq).to(tl.int64)
     k, v, slots, seen = masked_tile(
         k_ptr, v_ptr, table_ptr, lowest, begin, end, stride_slot, W, W, S, BLOCK_N, LEFT
@@ -199,7 +204,7 @@ def _own_decode_kernel(
     q, q_odd, m, l, acc, acc_odd = _own_token(
         token_ptr, turn, slot, eps, stride_part, sinks_ptr, is_own, scale, k_codes_ptr, v_codes_ptr,
         k_exponents_ptr, v_exponents_ptr, G, G_PAD, D, S, q_weight_ptr is not None, PLUS_ONE,
-        SOFTCAP, PAIR, LEFT, PARTS, out_ptr.dtype.element_ty,
+        SOFTCAP, PAIR, LEFT, PARTS, R, INTERLEAVED, out_ptr.dtype.element_ty,
     )  # fmt: skip
     if begin < end:
         m, l, acc, acc_odd = decode_tile(
@@ -274,13 +279,13 @@ def own_decode(
     q_weight, k_weight, eps = how.norms or (None, None, 0.0)
     _own_decode_kernel[(Hkv, B, num_splits)](
         qkv, k_cache, v_cache, *cache, *outputs, block_tables, context_lens, scoring.sinks,
-        q_weight, k_weight, how.cos_sin, how.positions, how.slot_mapping, eps,
+        q_weight, k_weight, how.turn.cos_sin, how.positions, how.slot_mapping, eps,
         scoring.scale * LOG2E.value, qkv.stride(0), qkv.stride(-3), Hkv * D // pair,
         block_tables.stride(0),
         G=G, G_PAD=max(MIN_COLUMNS if left else 16, next_power_of_2(G)), D=D, S=S,
         WINDOW=scoring.window, SOFTCAP=scoring.softcap, BLOCK_N=BLOCK_N,
         **combining(num_splits, G), PAIR=pair, LEFT=left, PARTS=parts, PLUS_ONE=how.plus_one,
-        CVT=qkv.is_cuda,
+        R=how.turn.rotary_dim, INTERLEAVED=how.turn.interleaved, CVT=qkv.is_cuda,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(qkv),
     )  # fmt: skip
     return outputs[0]

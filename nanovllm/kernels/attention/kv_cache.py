@@ -49,16 +49,16 @@ def numbers_of(codes, exponents, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_heads(
-    ptr, mask, stride_part, HALF: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
-    """Load heads of a projection in two halves, the sums of PARTS; 0 beyond the mask, if any."""
+def load_heads(ptr, places, mask, stride_part, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """Load heads of a projection in two halves, from these places of each head, as the sums of
+    PARTS; 0 beyond the mask, if any.
+    """
     other = None if mask is None else 0.0
-    x1, x2 = tl.load(ptr, mask, other), tl.load(ptr + HALF, mask, other)
+    x1, x2 = tl.load(ptr + places[0], mask, other), tl.load(ptr + places[1], mask, other)
     for _ in tl.static_range(1, PARTS):
         ptr += stride_part
-        x1 += tl.load(ptr, mask, other)
-        x2 += tl.load(ptr + HALF, mask, other)
+        x1 += tl.load(ptr + places[0], mask, other)
+        x2 += tl.load(ptr + places[1], mask, other)
     return x1.to(DTYPE), x2.to(DTYPE)
 
 

@@ -20,14 +20,16 @@ LEAST = tl.constexpr(-3e38)
 @triton.jit
 def _route_kernel(
     logits_ptr, experts_ptr, weights_ptr,
-    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: the K likeliest experts of one token.
+    # One program: the K likeliest experts of one token, and the shared one, if there is one.
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
     wait(PDL)
-    logits = tl.load(logits_ptr + row * E + e, mask=e < E, other=0.0).to(tl.float32)
+    logits_ptr += row * (E + SHARED)
+    logits = tl.load(logits_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     # No score is below LEAST, not even NaN: so each choice is one expert, and another one.
     logits = tl.where(e < E, tl.where(logits > LEAST, logits, LEAST), float("-inf"))
     most = tl.max(logits, 0)
@@ -35,7 +37,7 @@ def _route_kernel(
     total = 0.0
     for j in tl.static_range(K):
         score, expert = tl.max(left, 0, return_indices=True)
-        tl.store(experts_ptr + row * K + j, expert)
+        tl.store(experts_ptr + row * (K + SHARED) + j, expert)
         total += tl.exp(score - most)
         left = tl.where(e == expert, float("-inf"), left)
     if not NORM:
@@ -44,8 +46,13 @@ def _route_kernel(
     taken = tl.where(chosen, logits, float("-inf"))
     for j in tl.static_range(K):  # again, now that the sum is known
         score, expert = tl.max(taken, 0, return_indices=True)
-        tl.store(weights_ptr + row * K + j, tl.exp(score - most) / total)
+        tl.store(weights_ptr + row * (K + SHARED) + j, tl.exp(score - most) / total)
         taken = tl.where(e == expert, float("-inf"), taken)
+    if SHARED:
+        tl.store(experts_ptr + row * (K + 1) + K, E)
+        tl.store(
+            weights_ptr + row * (K + 1) + K, tl.sigmoid(tl.load(logits_ptr + E).to(tl.float32))
+        )
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -71,19 +78,24 @@ def _sort_kernel(
         tl.store(starts_ptr + expert + 1, start)
 
 
-def route(logits: torch.Tensor, k: int, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, k: int, norm: bool, has_shared: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose each token's k likeliest experts [T, k] int32, the likeliest first, and their
     probabilities [T, k] float32; `norm` divides these by their sum.
 
     Args:
-        logits: [T, E]
+        logits: [T, E]; with a shared expert [T, E + 1].
+        has_shared: whether there is an expert E that all tokens choose, as one more than k, by the
+            sigmoid of the last logit.
     """
-    T, E = logits.shape
-    experts = torch.empty(T, k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(T, k, dtype=torch.float32, device=logits.device)
+    T, E = logits.shape[0], logits.shape[1] - has_shared
+    experts = torch.empty(T, k + has_shared, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(T, k + has_shared, dtype=torch.float32, device=logits.device)
     _route_kernel[(T,)](
         logits.contiguous(), experts, weights,
-        E=E, E_PAD=next_power_of_2(E), K=k, NORM=norm, num_warps=1, **pdl_options(logits),
+        E=E, E_PAD=next_power_of_2(E), K=k, NORM=norm, SHARED=int(has_shared),
+        num_warps=1, **pdl_options(logits),
     )  # fmt: skip
     return experts, weights
 

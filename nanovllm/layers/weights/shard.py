@@ -116,6 +116,36 @@ class Shard:
         self.target.copy_(numbers)
 
 
+@dataclass(frozen=True)
+class StackedShard(Shard):
+    """A tensor that stacks, for each of E modules, one or several shards along their rows.
+
+    Attributes:
+        of_each: shards of each module, in the order of their rows.
+    """
+
+    of_each: Sequence[Sequence[Shard]]
+
+    @classmethod
+    def of(
+        cls, of_each: Sequence[Sequence[Shard]], modules: Part, parts: tuple[Part, ...]
+    ) -> "StackedShard":
+        """The tensor of these modules; `parts` are the dimensions of one module's part of it."""
+        return cls(of_each[0][0].target, (modules, *parts), of_each)
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        return tuple(target for each in self.of_each for shard in each for target in shard.targets)
+
+    def fill(self, source: Any) -> None:
+        for i, each in enumerate(self.of_each):
+            begin, rows = 0, source[i]
+            for shard in each:
+                end = begin + shard.parts[0].total
+                shard.fill(rows[begin:end])
+                begin = end
+
+
 class UnheldShard(Shard):
     """A tensor that the checkpoint may have but the model has not. It is checked, but fills
     nothing: the target is empty.

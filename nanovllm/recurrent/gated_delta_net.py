@@ -1,0 +1,157 @@
+"""`GatedDeltaNet`: a layer of linear attention with a state (Yang et al., 2025), as in Qwen3-Next.
+
+Names of the checkpoint's tensors, shapes and formulas: transformers, models/qwen3_5 and qwen3_next.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from nanovllm.checkpoint.model_config import DeltaNetConfig, ModelConfig
+from nanovllm.layers.base import Build, Hidden, Per, State, StatefulLayer
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.recurrent import delta_rule
+from nanovllm.tensors.delta_net import DeltaNet, DeltaState
+from nanovllm.utils.context import get_context
+
+
+class GatedDeltaNet(StatefulLayer):
+    """A layer of Hv value heads, Hv / Hk of which share a key head: [T, M] -> [T, M].
+
+    A projection gives q, k, v and z of each token, another the numbers b and a of each head. A
+    causal convolution runs over q, k and v; then each head's memory S [V, K] decays, takes in the
+    value v at the key k, and answers the query q. The answers are normalised and gated by z.
+
+    The ranks divide the heads. Parameters of the decay, and the gated norm's, stay in float32.
+
+    Args:
+        is_last: whether this is the model's last layer, after which only the rows
+            `Context.kept_rows` are used.
+    """
+
+    def __init__(self, config: ModelConfig, is_last: bool, build: Build) -> None:
+        super().__init__()
+        facts, group = config.delta_net, build.group
+        assert facts is not None, "a model without such layers"
+        M, self.facts, self.is_last, self.build = config.hidden_size, facts, is_last, build
+        Hv, V, J = facts.num_value_heads, facts.value_head_dim, facts.conv_kernel_dim
+        self.num_key_heads = facts.num_key_heads // group.size
+        self.num_value_heads = Hv // group.size
+        self.channels = _channels(facts, build)
+        inputs, own = Part.whole(M), build.at("in_proj")
+        plain = build.at("in_proj_gates")._replace(quantization=None)
+        self.in_proj = ColumnParallelLinear(inputs, _projections(facts, build), False, own)
+        self.in_proj_gates = ColumnParallelLinear(inputs, _gates(facts, build), False, plain)
+        self.out_proj = RowParallelLinear(Hv * V, M, False, build.at("out_proj"))
+        self.conv = _parameter(len(self.channels.held), J, dtype=build.dtype)
+        self.A_log, self.dt_bias = (_parameter(self.num_value_heads) for _ in range(2))
+        self.norm, self.eps = _parameter(V), config.rms_norm_eps
+        self.state = DeltaState(torch.empty(0), torch.empty(0))
+
+    def states(self) -> dict[str, State]:
+        """The fields of a `DeltaState`."""
+        facts, C = self.facts, len(self.channels.held)
+        memory = self.num_value_heads, facts.value_head_dim, facts.key_head_dim
+        return {
+            "tail": State((facts.conv_kernel_dim - 1, C), self.build.dtype, Per.SEQUENCE),
+            "memory": State(memory, torch.float32, Per.SEQUENCE),
+        }
+
+    def bind(self, **tensors: torch.Tensor) -> None:
+        """Use a `DeltaState` with these fields from now on."""
+        self.state = DeltaState(**tensors)
+
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        heads = Part.equal(self.facts.num_value_heads, self.build.group)
+        taps = Part.whole(self.facts.conv_kernel_dim)
+        conv = self.conv.data.unsqueeze(1)
+        yield f"{path}.conv1d.weight", Shard(conv, (self.channels, Part.whole(1), taps))
+        yield f"{path}.A_log", Shard(self.A_log.data, (heads,))
+        yield f"{path}.dt_bias", Shard(self.dt_bias.data, (heads,))
+        yield f"{path}.norm.weight", Shard.whole(self.norm.data)
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        mixed, gates = self.in_proj(hidden), self.in_proj_gates(hidden)
+        out = self._mix(mixed, gates)
+        rows = get_context().kept_rows if self.is_last else None
+        return self.out_proj(out if rows is None else out.index_select(0, rows))
+
+    def _mix(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """The gated answers of the heads, for the tokens of a step.
+
+        Args:
+            mixed: [T, C + Hv V], q, k, v, and z of each token.
+            gates: [T, 2 Hv], b of all heads, then a.
+
+        Returns:
+            [T, Hv V]
+        """
+        context, layer = get_context(), self.parameters_of_kernels()
+        n, slots = context.num_decodes, context.slots
+        assert slots is not None, "sequences have slots"
+        parts = []
+        if n:
+            lens = context.context_lens[:n]
+            parts.append(
+                delta_rule.decode(mixed[:n], gates[:n], layer, self.state, slots[:n], lens)
+            )
+        if context.cu_seqlens_q is not None:
+            assert context.cu_seqlens_k is not None, "both are of prompts"
+            bounds = context.cu_seqlens_q, context.cu_seqlens_k
+            parts.append(
+                delta_rule.prompts(mixed[n:], gates[n:], layer, self.state, slots[n:], *bounds)
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def parameters_of_kernels(self) -> DeltaNet:
+        """The parameters as kernels take them."""
+        return DeltaNet(
+            self.conv, self.A_log, self.dt_bias, self.norm, self.eps, self.num_key_heads
+        )
+
+
+def _parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), False)
+
+
+def _channels(facts: DeltaNetConfig, build: Build) -> Part:
+    """The channels of the convolution on this rank: those of its q, k and v."""
+    keys = Part.equal(facts.num_key_heads * facts.key_head_dim, build.group)
+    values = Part.equal(facts.num_value_heads * facts.value_head_dim, build.group)
+    return Part.packed([keys, keys, values])
+
+
+def _projections(facts: DeltaNetConfig, build: Build) -> dict[str, Part]:
+    """The rows of q, k, v and z on this rank, by module of the checkpoint."""
+    if facts.by_key_head:
+        K, V = facts.key_head_dim, _values_by_key_head(facts) * facts.value_head_dim
+        return {"in_proj_qkvz": _by_key_head(facts, build, (K, K, V, V))}
+    values = Part.equal(facts.num_value_heads * facts.value_head_dim, build.group)
+    return {"in_proj_qkv": _channels(facts, build), "in_proj_z": values}
+
+
+def _gates(facts: DeltaNetConfig, build: Build) -> dict[str, Part]:
+    """The rows of b and a on this rank, by module of the checkpoint."""
+    if facts.by_key_head:
+        each = _values_by_key_head(facts)
+        return {"in_proj_ba": _by_key_head(facts, build, (each, each))}
+    heads = Part.equal(facts.num_value_heads, build.group)
+    return {"in_proj_b": heads, "in_proj_a": heads}
+
+
+def _values_by_key_head(facts: DeltaNetConfig) -> int:
+    return facts.num_value_heads // facts.num_key_heads
+
+
+def _by_key_head(facts: DeltaNetConfig, build: Build, sizes: tuple[int, ...]) -> Part:
+    """The rows on this rank of a module that has, for each key head, blocks of these sizes: first
+    those of all first blocks, then those of all second ones, and so on.
+    """
+    width, heads = sum(sizes), Part.equal(facts.num_key_heads, build.group).held
+    held, begin = [], 0
+    for size in sizes:
+        held += [head * width + begin + i for head in heads for i in range(size)]
+        begin += size
+    return Part(held, facts.num_key_heads * width)

@@ -1,0 +1,80 @@
+"""`ShortConv`: a layer that mixes a few neighbouring tokens (Liquid AI, LFM2, 2025).
+
+Names of the checkpoint's tensors, and the formula: transformers, models/lfm2.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.layers.base import Build, Hidden, Per, State, StatefulLayer
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.recurrent import causal_conv
+from nanovllm.utils.context import get_context
+
+
+class ShortConv(StatefulLayer):
+    """`out(C * conv(B * x))` of a projection to B, C and x, each of M channels: [T, M] -> [T, M].
+    The ranks divide the channels.
+
+    Args:
+        is_last: whether this is the model's last layer, after which only the rows
+            `Context.kept_rows` are used.
+    """
+
+    def __init__(self, config: ModelConfig, is_last: bool, build: Build) -> None:
+        super().__init__()
+        facts, M = config.short_conv, config.hidden_size
+        assert facts is not None, "a model without such layers"
+        self.is_last, self.build, self.taps = is_last, build, facts.kernel_size
+        self.channels = Part.equal(M, build.group)
+        outputs = {"in_proj": Part.packed([self.channels] * 3)}
+        own = build.at("in_proj")
+        self.in_proj = ColumnParallelLinear(Part.whole(M), outputs, facts.bias, own)
+        self.out_proj = RowParallelLinear(M, M, facts.bias, build.at("out_proj"))
+        width = len(self.channels.held)
+        weight = torch.empty(width, self.taps, dtype=build.dtype)
+        self.weight = nn.Parameter(weight, False)
+        bias = torch.empty(width, dtype=build.dtype)
+        self.bias = nn.Parameter(bias, False) if facts.bias else None
+        self.tail = torch.empty(0)
+
+    def states(self) -> dict[str, State]:
+        """The last inputs of the convolution, B * x, oldest first."""
+        shape = self.taps - 1, len(self.channels.held)
+        return {"tail": State(shape, self.build.dtype, Per.SEQUENCE)}
+
+    def bind(self, **tensors: torch.Tensor) -> None:
+        """Use this `tail` from now on."""
+        self.tail = tensors["tail"]
+
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        taps, weight = Part.whole(self.taps), self.weight.data.unsqueeze(1)
+        yield f"{path}.conv.weight", Shard(weight, (self.channels, Part.whole(1), taps))
+        if self.bias is not None:
+            yield f"{path}.conv.bias", Shard(self.bias.data, (self.channels,))
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        before, after, x = self.in_proj(hidden).chunk(3, -1)
+        mixed = after * self._convolve(before * x).to(x.dtype)
+        rows = get_context().kept_rows if self.is_last else None
+        return self.out_proj(mixed if rows is None else mixed.index_select(0, rows))
+
+    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
+        """The convolution for the tokens of a step: [T, M of this rank] -> the same, float32."""
+        context = get_context()
+        n, slots = context.num_decodes, context.slots
+        assert slots is not None, "sequences have slots"
+        parts = []
+        if n:
+            lens = context.context_lens[:n]
+            parts.append(causal_conv.decode(x[:n], self.weight, self.tail, slots[:n], lens))
+        if context.cu_seqlens_q is not None:
+            assert context.cu_seqlens_k is not None, "both are of prompts"
+            bounds = slots[n:], context.cu_seqlens_q, context.cu_seqlens_k
+            parts.append(causal_conv.prompts(x[n:], self.weight, self.tail, *bounds))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if self.bias is None else out + self.bias

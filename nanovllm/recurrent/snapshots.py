@@ -1,0 +1,197 @@
+"""`SnapshotBlockManager`: a prefix cache for models with states. No tensors here.
+
+A prefix in the cache is of use where its KV *and* the state after it are there. A state is worth
+the KV of hundreds to thousands of tokens, so it is not kept at each block, but where another
+sequence needs it: where a waiting sequence's tokens leave those of one that runs, or those whose KV
+is in the cache. The one that runs ends a chunk of its prompt there, and its state is copied to a
+row of its own: a *snapshot*.
+
+A snapshot belongs to the chain of tokens that ends there, and goes with its block, or before it:
+the one that was used least recently, when another needs the row.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import islice
+
+from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.sequence import ScheduledSequence, Sequence
+
+# Tokens of which a snapshot's position is a multiple. With the chunks of the delta rule, a prompt
+# from a snapshot on is computed as it is from its beginning.
+UNIT = 64
+LOOK_AHEAD = 32  # waiting sequences for which snapshots are taken
+
+
+class SnapshotBlockManager(BlockManager):
+    """Blocks with a prefix cache, and the rows of snapshots.
+
+    Args:
+        rows: rows of the states that are for snapshots.
+        unit: number of tokens of which positions of snapshots are multiples.
+
+    Attributes:
+        snapshots: rows by the `Block.chain_id` of the last block before them, the least recently
+            used first.
+        num_snapshots, num_snapshot_hits: number of snapshots that were kept, and of sequences that
+            began at one.
+        num_snapshot_tokens: number of tokens that these did not compute.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, rows: range, unit: int = UNIT) -> None:
+        super().__init__(num_blocks, block_size)
+        self.rows, self.unit = rows, math.lcm(unit, block_size)
+        self._blocks_of_unit = self.unit // block_size
+        self._free_rows = list(reversed(rows))
+        self.snapshots: OrderedDict[int, int] = OrderedDict()
+        self._saving: dict[int, int] = {}  # sequence ids, by rows that steps on their way write
+        self._holders: dict[int, Sequence] = {}  # by sequence id
+        self.num_snapshots = self.num_snapshot_hits = self.num_snapshot_tokens = 0
+
+    def fresh(self) -> "SnapshotBlockManager":
+        other = SnapshotBlockManager(self.num_blocks, self.block_size, self.rows, self.unit)
+        other.num_snapshots = self.num_snapshots
+        other.num_snapshot_hits = self.num_snapshot_hits
+        other.num_snapshot_tokens = self.num_snapshot_tokens
+        return other
+
+    # -- prefix cache ---------------------------------------------------------------------------
+
+    def find_prefix(self, seq: Sequence) -> list[Block]:
+        """The published blocks that hold the longest known prefix of `seq` with a snapshot."""
+        hits = super().find_prefix(seq)
+        while hits and hits[-1].chain_id not in self.snapshots:
+            hits.pop()
+        return hits
+
+    def is_being_computed(self, seq: Sequence, hits: list[Block]) -> bool:
+        """Whether a running sequence leaves a snapshot, further on than the `hits`, that `seq` can
+        begin at.
+        """
+        stop, owner = self._next_junction(seq)
+        if owner is None:
+            return self._is_saving(seq, len(hits))
+        return stop > len(hits) * self.block_size
+
+    def _next_junction(self, seq: Sequence) -> tuple[int, Sequence | None]:
+        """The position at which the tokens of a waiting sequence leave those that a running one
+        computes, or a bit before it; and the one that runs, if it has not passed the place.
+        """
+        known = end = len(super().find_prefix(seq))
+        most, hashes = self._max_shared_blocks(seq), seq.kv.hashes
+        owner = None if end == most else self._computing.get(hashes[end])
+        while end < most and owner is not None and self._computing.get(hashes[end]) == owner:
+            end += 1
+        end -= end % self._blocks_of_unit
+        if owner is None or end <= known - known % self._blocks_of_unit:
+            return 0, None
+        other = self._holders[owner]
+        stop = end * self.block_size
+        return (stop, other) if stop > other.num_computed_tokens else (0, None)
+
+    def _is_saving(self, seq: Sequence, num_hits: int) -> bool:
+        """Whether a step on its way writes a snapshot, further on than the hits, that `seq` can
+        begin at.
+        """
+        for owner in self._saving.values():
+            other = self._holders.get(owner)
+            if other is not None and other.kv.saved_at > num_hits * self.block_size:
+                last = other.kv.saved_at // self.block_size - 1
+                if (
+                    last < self._max_shared_blocks(seq)
+                    and other.kv.hashes[last] == (seq.kv.hashes[last])
+                ):
+                    return True
+        return False
+
+    def _share_prefix(self, seq: Sequence, hits: list[Block]) -> None:
+        kv = seq.kv
+        self._holders[seq.seq_id] = seq
+        # The next one that comes so far begins at a snapshot.
+        known = len(super().find_prefix(seq))
+        stop = known - known % self._blocks_of_unit
+        if stop > len(hits):
+            kv.stops.add(stop * self.block_size)
+        if hits:
+            chain_id = hits[-1].chain_id
+            kv.row = self.snapshots[chain_id]
+            self.snapshots.move_to_end(chain_id)
+            self.num_snapshot_hits += 1
+            self.num_snapshot_tokens += len(hits) * self.block_size
+        super()._share_prefix(seq, hits)
+
+    def deallocate(self, seq: Sequence) -> None:
+        super().deallocate(seq)
+        self._holders.pop(seq.seq_id, None)
+        seq.kv.stops.clear()
+        seq.kv.row = seq.kv.saved_at = 0
+
+    def _forget(self, block: Block) -> None:
+        super()._forget(block)
+        row = self.snapshots.pop(block.chain_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+
+    # -- snapshots ------------------------------------------------------------------------------
+
+    def cut(
+        self, scheduled: list[ScheduledSequence], waiting: Iterable[Sequence]
+    ) -> list[ScheduledSequence]:
+        """These items, or their tokens up to where a snapshot is wanted by one of the first that
+        wait; with a row for that.
+        """
+        for seq in islice(waiting, LOOK_AHEAD if scheduled else 0):
+            stop, other = self._next_junction(seq)
+            if other is not None:
+                other.kv.stops.add(stop)
+        return [self._cut(item) for item in scheduled]
+
+    def _cut(self, item: ScheduledSequence) -> ScheduledSequence:
+        kv = item.seq.kv
+        stop = min((s for s in kv.stops if item.start < s <= item.end), default=0)
+        if not stop:
+            return item
+        kv.stops.discard(stop)
+        if not (row := self._take_row()):
+            return item
+        self._saving[row], kv.saved_at = item.seq.seq_id, stop
+        samples = item.samples and stop == item.end
+        return item._replace(num_tokens=stop - item.start, samples=samples, save=row)
+
+    def _take_row(self) -> int:
+        """A row for a snapshot, that of the least recently used one if none is free; 0: steps on
+        their way write all of them.
+        """
+        if self._free_rows:
+            return self._free_rows.pop()
+        if not self.snapshots:
+            return 0
+        _, row = self.snapshots.popitem(last=False)
+        return row
+
+    def booked(self, item: ScheduledSequence) -> None:
+        del self._saving[item.save]
+        seq, end = item.seq, item.end
+        seq.kv.saved_at = 0
+        chain_id = self.blocks[seq.kv.table[end // self.block_size - 1]].chain_id
+        if chain_id in self.snapshots:
+            self._free_rows.append(item.save)
+        else:
+            self.snapshots[chain_id] = item.save
+            self.num_snapshots += 1
+
+    def dropped(self, item: ScheduledSequence) -> None:
+        del self._saving[item.save]
+        self._free_rows.append(item.save)
+
+    def drop_all_saves(self) -> None:
+        self._free_rows += self._saving
+        self._saving.clear()
+
+    def describe(self) -> dict[str, int]:
+        return {
+            "num_snapshots": self.num_snapshots,
+            "num_snapshot_hits": self.num_snapshot_hits,
+            "num_snapshot_tokens": self.num_snapshot_tokens,
+        }

@@ -1,0 +1,395 @@
+"""Models whose layers keep a state for each sequence, against transformers.
+
+Small random checkpoints in float32: Qwen3.5, dense and with experts, Qwen3-Next, LFM2. Prompts end
+before, at and behind the ends of the convolution (4 tokens) and of the chunks of the rule (64).
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp8_checkpoints import quantised_copy
+from int4_checkpoints import checkpoints as int4_checkpoints
+from plain_modules import assert_layers_know_their_names
+from ranks_in_threads import ranks_of
+from safetensors.torch import load_file, save_file
+
+from checkpoints import (
+    SMALL,
+    assert_greedy,
+    assert_idle,
+    greedy,
+    interrupt_after_launch,
+    make_checkpoint,
+    outputs_of,
+    reference_logprobs,
+    run_steps,
+    tokens,
+    with_rare,
+)
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.engine.kv_pool import KVCachePool
+from nanovllm.recurrent.gated_delta_net import GatedDeltaNet
+from nanovllm.recurrent.short_conv import ShortConv
+from nanovllm.sizing import memory
+from nanovllm.sizing.model_size import model_size, states
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,  # the last attends
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "initializer_range": 0.15,  # more, and transformers' own float32 is off by 1e-4
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+LFM2_LAYERS = ["conv", "full_attention", "conv", "conv"]
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("qwen3_5_text", {"tie_word_embeddings": True}),
+    "qwen3.5 moe": ("qwen3_5_moe_text", EXPERTS),
+    "qwen3-next": ("qwen3_next", {**EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
+    # The last layer keeps a state, so it drops rows; every value head has a key head of its own.
+    "qwen3.5, a state at the end": (
+        "qwen3_5_text",
+        {
+            "layer_types": ["full_attention", "linear_attention"],
+            "num_hidden_layers": 2,
+            "linear_num_key_heads": 4,
+        },
+    ),
+}
+LFM2: dict[str, Any] = {"conv_L_cache": 3, "block_multiple_of": 32, "layer_types": LFM2_LAYERS}
+CHECKPOINTS |= {
+    "lfm2": ("lfm2", {**LFM2, "tie_word_embeddings": True, "initializer_range": 0.3}),
+    "lfm2, biases": ("lfm2", {**LFM2, "conv_L_cache": 4, "conv_bias": True}),
+}
+_rng = random.Random(5)
+PROMPTS = [[_rng.randrange(128) for _ in range(n)] for n in (1, 2, 3, 4, 63, 64, 65, 200)]
+LENGTHS = [20, 17, 18, 1, 20, 22, 20, 6]
+PARAMS = [greedy(n, logprobs=0) for n in LENGTHS]
+OPTIONS: dict[str, Any] = {**SMALL, "max_model_len": 256, "num_kvcache_blocks": 64}
+MODES: dict[str, dict[str, Any]] = {
+    "whole": {"max_num_batched_tokens": 512},
+    "chunks of 12": {"max_num_batched_tokens": 12},
+    "chunks of 12, overlap": {"max_num_batched_tokens": 12, "overlap": True},
+    "preempted": {"num_kvcache_blocks": 14, "overlap": True},
+    "few at once": {"max_num_seqs": 2, "max_num_batched_tokens": 33, "mixed_steps": False},
+}
+
+
+# What the others have of their own is tried without snapshots.
+WITH_SNAPSHOTS = with_rare(CHECKPOINTS, *(CHECKPOINTS.keys() - {"qwen3.5 moe", "lfm2"}))
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, config = CHECKPOINTS[request.param]
+    directory = tmp_path_factory.mktemp("checkpoint") / "model"
+    return make_checkpoint(directory, family, **{**SIZES, **config})
+
+
+def assert_right(path: Path, outputs: list[RequestOutput]) -> None:
+    """Greedy tokens of `PROMPTS`, and their log-probabilities, are transformers'."""
+    assert [len(found) for found in tokens(outputs)] == LENGTHS
+    assert_greedy(path, PROMPTS, outputs)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        found = output["token_ids"]
+        wanted = reference_logprobs(path, [*prompt, *found])[len(prompt) - 1 : -1]
+        logprobs = output.outputs[0].logprobs
+        own = [entry[token].logprob for entry, token in zip(logprobs, found, strict=True)]
+        want = wanted.gather(1, torch.tensor(found)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(own), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("low_guesses")
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_and_logprobs_are_those_of_transformers(path: Path, mode: str) -> None:
+    """Rows of states are used again: there are more prompts than rows, and one is aborted."""
+    with LLM(path, **{**OPTIONS, **MODES[mode]}) as llm:
+        aborted = llm.add_request(PROMPTS[-1][::-1], greedy(40))
+        for _ in range(3):
+            llm.step()
+        llm.abort(aborted)
+        assert_right(path, outputs_of(llm, PROMPTS, PARAMS))
+        assert (llm.metrics()["num_preemptions"] > 0) == (mode == "preempted")
+        assert llm.metrics()["num_cached_tokens"] == 0
+        assert_idle(llm)
+
+
+@pytest.mark.usefixtures("threads")
+def test_ranks_divide_the_heads(path: Path) -> None:
+    with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
+        assert len(ranks_of(llm).runners) == 2
+        assert_right(path, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+def test_samples_of_a_prompt_have_states_of_their_own(path: Path) -> None:
+    """Each of four is the one that its seed gives alone, wherever its row lies."""
+    prompt, seed = PROMPTS[4], 7
+    params = SamplingParams(n=4, seed=seed, max_tokens=12)
+    with LLM(path, **OPTIONS) as llm:
+        [together] = llm.generate([prompt], params, use_tqdm=False)
+        [among, *_] = llm.generate([prompt, *PROMPTS], [params, *PARAMS], use_tqdm=False)
+    found, again = ([each.token_ids for each in out.outputs] for out in (together, among))
+    assert found == again and len(set(map(tuple, found))) == 4
+
+
+def states_after(path: Path, prompt: list[int], **options: Any) -> list[torch.Tensor]:
+    """The states of a prompt in all layers."""
+    with LLM(path, **{**OPTIONS, **options}) as llm:
+        llm.generate([PROMPTS[-1][::-1]], greedy(3), use_tqdm=False)  # rows have had others' states
+        llm.add_request(prompt, greedy(1))
+        while llm.scheduler.waiting or len(llm.scheduler.running) == 0:
+            llm.step()
+        [seq] = llm.scheduler.running
+        slot = seq.slot
+        while not llm.is_finished():
+            llm.step()
+        modules = list(llm.model_runner.model.modules())
+        states = [each.state for each in modules if isinstance(each, GatedDeltaNet)]
+        states += [(each.tail,) for each in modules if isinstance(each, ShortConv)]
+        return [part[slot].clone() for state in states for part in state]
+
+
+def test_states_after_chunks_are_those_of_the_whole(path: Path) -> None:
+    """Relative to the largest number of each."""
+    options = {"max_num_seqs": 1, "overlap": False}
+    whole = states_after(path, PROMPTS[-1], max_num_batched_tokens=199, **options)
+    chunks = states_after(path, PROMPTS[-1], max_num_batched_tokens=12, **options)
+    assert len(whole) >= 2
+    for one, other in zip(whole, chunks, strict=True):
+        assert one.any() and (one - other).abs().max() <= 1e-5 * one.abs().max()
+
+
+# -- how checkpoints are stored --------------------------------------------------------------------
+
+
+def stack_experts(path: Path) -> None:
+    """Rewrite experts one by one as published files have them: in one tensor for all."""
+    left, of_each = {}, {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        parent, found, rest = name.partition(".mlp.experts.")
+        if found:
+            i, part = rest.removesuffix(".weight").split(".")
+            of_each.setdefault(parent, {})[int(i), part] = tensor
+        else:
+            left[name] = tensor
+    assert of_each
+    for parent, parts in of_each.items():
+        rows = [(parts[i, "gate_proj"], parts[i, "up_proj"]) for i in range(len(parts) // 3)]
+        both = torch.stack([torch.cat(pair) for pair in rows])
+        down = torch.stack([parts[i, "down_proj"] for i in range(len(parts) // 3)])
+        left[f"{parent}.mlp.experts.gate_up_proj"] = both
+        left[f"{parent}.mlp.experts.down_proj"] = down
+    save_file(left, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("is_part", [False, True], ids=["text", "whole"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5 moe"])
+@pytest.mark.usefixtures("threads")
+def test_published_files_have_other_parts(
+    name: str, is_part: bool, num_ranks: int, tmp_path: Path
+) -> None:
+    """Experts in one tensor, layers that draft, and a part for images, which are left out."""
+    if num_ranks == 2 and not is_part:
+        pytest.skip("one of the two is enough")
+    family, config = CHECKPOINTS[name]
+    text = make_checkpoint(tmp_path / "text", family, **{**SIZES, **config})
+    published = Path(shutil.copytree(text, tmp_path / "published"))
+    if "experts" in str(config):
+        stack_experts(published)
+    tensors = {"mtp.fc.weight": torch.zeros(3, 3), "mtp.layers.0.norm.weight": torch.zeros(3)}
+    for tensor_name, tensor in load_file(published / "model.safetensors").items():
+        own = tensor_name
+        if is_part and own.startswith("model."):
+            own = f"model.language_model.{own.removeprefix('model.')}"
+        tensors[own] = tensor
+    if is_part:
+        tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(3)
+        inner = json.loads((text / "config.json").read_text())
+        [architecture] = inner.pop("architectures")
+        outer = {
+            "architectures": [architecture.replace("ForCausalLM", "ForConditionalGeneration")],
+            "tie_word_embeddings": inner["tie_word_embeddings"],
+            "vision_config": {"depth": 1},
+            "text_config": inner,
+        }
+        (published / "config.json").write_text(json.dumps(outer))
+    save_file(tensors, published / "model.safetensors")
+    with LLM(published, tensor_parallel_size=num_ranks, **OPTIONS) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_right(text, outputs)
+
+
+# What FP8 releases leave as it was, by layer.
+IN_16 = (
+    *("input_layernorm", "post_attention_layernorm", "linear_attn.conv1d", "linear_attn.norm"),
+    *("linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba", "mlp.gate"),
+    "mlp.shared_expert_gate",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        *(("qwen3.5", 1), ("qwen3.5", 2), ("qwen3.5 moe", 1), ("qwen3-next", 1)),
+        *(("lfm2, biases", 1), ("lfm2, biases", 2)),
+    ],
+)
+@pytest.mark.usefixtures("threads")
+def test_files_in_fp8_leave_some_projections_as_they_were(
+    name: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """The last layer as a whole, and all that releases leave."""
+    family, config = CHECKPOINTS[name]
+    exact = make_checkpoint(tmp_path / "exact", family, **{**SIZES, **config})
+    names = [f"model.language_model.layers.{i}.{own}" for i in range(4) for own in IN_16]
+    says = {"modules_to_not_convert": ["lm_head", "model.language_model.layers.3", *names]}
+    path = quantised_copy(
+        exact, tmp_path / "quantised", "blocks", lambda module: "layers.3." in module, says
+    )
+    with LLM(path, tensor_parallel_size=num_ranks, **OPTIONS) as llm:
+        assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+def test_experts_in_one_tensor_are_in_16_bits_whatever_the_rest_is_in(tmp_path: Path) -> None:
+    family, config = CHECKPOINTS["qwen3.5 moe"]
+    exact = make_checkpoint(tmp_path / "exact", family, **{**SIZES, **config})
+    path = quantised_copy(exact, tmp_path / "quantised", "rows", lambda module: ".mlp." in module)
+    stack_experts(path)
+    with LLM(path, **OPTIONS) as llm:
+        assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+def test_layers_with_a_state_stay_as_they_were_in_a_file_in_4_bits(tmp_path: Path) -> None:
+    path, exact = int4_checkpoints(
+        tmp_path, "awq", "qwen3_5_text", says={"modules_to_not_convert": ["linear_attn"]}, **SIZES
+    )
+    with LLM(path, **OPTIONS) as llm:
+        assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_memory_limits_the_sequences_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of what is left is for states: here of four sequences, beside the row of padding."""
+    family, config = CHECKPOINTS["qwen3.5"]
+    path = make_checkpoint(tmp_path / "model", family, **{**SIZES, **config})
+    channels, heads = 2 * 2 * 16 + 4 * 32, 4 * 16 * 32  # of a layer; float32
+    size = 3 * 4 * (3 * channels + heads)
+    monkeypatch.setattr(memory, "CPU_LIMIT", 2 * 5 * size + size)
+    with caplog.at_level("INFO", "nanovllm"), LLM(path, **OPTIONS) as llm:
+        assert llm.scheduler.max_num_seqs == 4
+        assert_right(path, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        states = [line for line in caplog.messages if line.startswith("states: 4 sequences")]
+        assert len(states) == 1 and states[0].endswith("fewer than max_num_seqs")
+    monkeypatch.setattr(memory, "CPU_LIMIT", 2 * size)
+    with pytest.raises(ValueError, match=r"^no memory for states of sequences: each takes"):
+        LLM(path, **OPTIONS)
+
+
+def test_sizes_are_those_of_the_checkpoint(path: Path) -> None:
+    """Parameters of matrices and bytes of states, of which the roofline is made."""
+    config = ModelConfig.from_pretrained(str(path))
+    matrices = {
+        name: tensor.numel()
+        for name, tensor in load_file(path / "model.safetensors").items()
+        if tensor.squeeze().dim() == 2 and "conv1d" not in name and "conv.conv" not in name
+    }
+    own_head = config.tie_word_embeddings or matrices.pop("model.embed_tokens.weight")
+    assert own_head
+    routed = sum(size for name, size in matrices.items() if ".experts." in name)
+    found = model_size(config)
+    gates = sum(layer.is_sparse for layer in config.layers) * config.hidden_size
+    is_shared = config.experts is not None  # a row, so no matrix to `squeeze`
+    counted = sum(part.dense + part.sparse for part in (found.linear, found.plain))
+    assert counted + found.head == sum(matrices.values()) + is_shared * gates
+    assert found.linear.sparse == routed and found.plain.sparse == 0
+    assert_layers_know_their_names(path)
+    with LLM(path, **OPTIONS) as llm:
+        assert states(config, 4).num_bytes == llm.model_runner.built.pool.sequence_bytes > 0
+
+
+# -- snapshots -------------------------------------------------------------------------------------
+
+SHARED = [_rng.randrange(128) for _ in range(200)]
+# They leave each other at 64, 100, 128 and 192 tokens, and one ends with a block.
+BRANCHES = [
+    [*SHARED[:n], *(_rng.randrange(128) for _ in range(more))]
+    for n, more in ((200, 3), (64, 9), (100, 30), (128, 1), (192, 0), (200, 3), (130, 70), (64, 1))
+]
+
+
+@pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
+@pytest.mark.parametrize("num_rows", [None, 1], ids=["many", "one"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [512, 50])
+def test_what_comes_from_snapshots_is_what_was_computed(
+    path: Path, chunk: int, overlap: bool, num_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that branch off each other, together and again, in both orders; with one row most
+    snapshots are given up.
+    """
+    if num_rows is not None:
+        monkeypatch.setattr(KVCachePool, "snapshot_rows", range(9, 9 + num_rows))
+    with LLM(path, **{**OPTIONS, "max_num_batched_tokens": chunk, "overlap": overlap}) as llm:
+        for prompts in (BRANCHES, BRANCHES[::-1]):
+            outputs = outputs_of(llm, prompts, [greedy(6)] * len(prompts))
+            assert_greedy(path, prompts, outputs)
+        metrics = llm.metrics()
+        assert metrics["num_snapshots"] >= 2 and metrics["num_snapshot_tokens"] >= 64 * 8
+        assert metrics["num_snapshot_hits"] >= 7
+        if num_rows == 1:
+            assert len(llm.scheduler.block_manager.snapshots) == 1 < metrics["num_snapshots"]
+
+
+@pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
+@pytest.mark.usefixtures("threads")
+def test_ranks_take_snapshots_alike(path: Path) -> None:
+    with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
+        outputs = llm.generate(BRANCHES, greedy(6), use_tqdm=False)
+        assert llm.metrics()["num_snapshot_hits"] >= 4
+    assert_greedy(path, BRANCHES, outputs)
+
+
+@pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
+def test_samples_of_a_long_prompt_are_computed_from_a_snapshot(path: Path) -> None:
+    """Of 200 tokens all but the first sample compute the last eight, and give the same text."""
+    params = SamplingParams(n=4, seed=3, max_tokens=5)
+    found = []
+    for caching in (False, True):
+        with LLM(path, **{**OPTIONS, "enable_prefix_caching": caching}) as llm:
+            [output] = llm.generate([PROMPTS[-1]], params, use_tqdm=False)
+            found.append([each.token_ids for each in output.outputs])
+            metrics = llm.metrics()
+    assert found[0] == found[1] and len(set(map(tuple, found[0]))) == 4
+    assert metrics["num_snapshots"] == 1 and metrics["num_snapshot_tokens"] == 3 * 192
+
+
+@pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
+@pytest.mark.parametrize("k", range(1, 8))
+def test_a_step_that_is_repeated_moves_no_state_twice(
+    path: Path, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after the k-th step was launched, whose states have moved on, and before its books."""
+    with LLM(path, **{**OPTIONS, "max_num_batched_tokens": 50}) as llm:
+        ids = [llm.add_request(*item) for item in zip(BRANCHES, [greedy(6)] * 8, strict=True)]
+        done = interrupt_after_launch(monkeypatch, llm, k)
+        done |= run_steps(llm)
+        assert_greedy(path, BRANCHES, [{"token_ids": done[i]} for i in ids])
+        assert llm.metrics()["num_preemptions"] == 0
