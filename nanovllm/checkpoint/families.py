@@ -157,6 +157,8 @@ def _lfm2(raw: Raw) -> Raw:
     if raw.get("layer_types") is None:
         layers = range(raw["num_hidden_layers"])
         attend = raw.get("full_attn_idxs")
+        if attend is None:
+            return facts  # all of them
         if not isinstance(attend, list) or not all(type(i) is int for i in attend):
             raise ValueError(
                 f"config.json: `full_attn_idxs` must be a list of numbers, got {attend!r}"

@@ -8,14 +8,19 @@ from nanovllm.checkpoint.families import FAMILIES
 from nanovllm.checkpoint.files import has_file, read_json
 
 ADAPTER = "adapter_config.json"
-# Patterns of unsupported architectures, and the nearest supported model.
-RECURRENT = {
-    r"Qwen3_5|Qwen3Next": "Qwen3",
-    r"GraniteMoeHybrid|GraniteHybrid": "Granite 3",
-    r"Lfm2": "Qwen3",
-    r"Mamba|Jamba|Zamba|Bamba|FalconH1|NemotronH|RWKV": "Llama",
-    r"RecurrentGemma": "Gemma 2",
+MAMBA, OTHER = "its layers keep a state of Mamba's", "its layers keep a state of another kind"
+# Patterns of unsupported architectures, the reason, and the nearest supported model.
+UNSUPPORTED = {
+    r"Qwen4": ("it has hyper-connections and sparse attention", "Qwen3.5"),
+    r"GraniteMoeHybrid|GraniteHybrid": (MAMBA, "Granite 3"),
+    r"NemotronH|FalconH1": (MAMBA, "Qwen3.5"),
+    r"Mamba|Jamba|Zamba|Bamba": (MAMBA, "LFM2"),
+    r"Lfm2Moe|Lfm3": ("it has layers that LFM2 has not", "LFM2"),
+    r"OlmoHybrid": ("its layers with a state differ from Qwen3.5's", "Qwen3.5"),
+    r"RecurrentGemma": (OTHER, "Gemma 2"),
+    r"RWKV|KimiLinear|BailingHybrid": (OTHER, "Qwen3.5"),
 }
+LATENT = "kv_lora_rank"  # key of models whose attention keeps latents (MLA)
 
 
 def refuse_directory(directory: Path) -> None:
@@ -52,9 +57,15 @@ def unsupported_quantization(what: Any) -> ValueError:
 
 
 def _why(name: str, raw: dict[str, Any]) -> str:
-    for pattern, nearest in RECURRENT.items():
+    for pattern, (reason, nearest) in UNSUPPORTED.items():
         if re.search(pattern, name):
-            return f": its layers keep a recurrent state; the nearest supported model is {nearest}"
+            return f": {reason}; the nearest supported model is {nearest}"
+    text = raw.get("text_config")
+    if LATENT in raw or (isinstance(text, dict) and LATENT in text):
+        return (
+            ": its attention keeps latents, not keys and values (MLA); the nearest supported model "
+            "is Qwen3-MoE"
+        )
     if "vision_config" in raw or "audio_config" in raw:
         return ": it reads images or sound; pass a text-only model"
     if raw.get("auto_map"):

@@ -35,14 +35,21 @@ def members_of_tile(config: ModelConfig, build: Build) -> int:
     )
 
 
-def gate_heads(out: torch.Tensor, gate: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+def gate_heads(
+    out: torch.Tensor, gate: torch.Tensor, rows: torch.Tensor | None, fused: bool
+) -> torch.Tensor:
     """The outputs of heads, each number times the sigmoid of its gate.
 
     Args:
         out: [T, Hq D], or [n, Hq D] of the n rows that were kept.
         gate: [T, Hq D], or partial results [S, T, Hq D], to be summed.
         rows: rows that were kept; None: all.
+        fused: whether to use our kernel.
     """
+    if fused:
+        from nanovllm.kernels.attention import gate as kernels
+
+        return kernels.gate_heads(out, gate, rows)
     if gate.dim() == 3:
         gate = gate.sum(0)
     if rows is not None:

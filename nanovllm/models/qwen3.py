@@ -100,15 +100,14 @@ class Qwen3Model(nn.Module):
             layer_class(config, i, ropes.get(layer.rope), build.at(f"layers.{i}"))
             for i, layer in enumerate(config.layers)
         )
-        own_norm = norm(config, build)
-        self.add_module(final_norm, own_norm)
-        self.normalise = own_norm.whole_forward
+        self.final_norm = final_norm
+        self.add_module(final_norm, norm(config, build))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
-        return self.normalise(hidden, residual)
+        return getattr(self, self.final_norm).whole_forward(hidden, residual)
 
 
 class Qwen3ForCausalLM(nn.Module):

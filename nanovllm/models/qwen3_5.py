@@ -23,7 +23,8 @@ class Qwen3_5Attention(Qwen3Attention):
 
     def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:
         gate, qkv = self.qkv_proj.split_gate(self.qkv_proj(hidden))
-        return self.o_proj(gate_heads(self.attn(positions, qkv), gate, self.attn.kept_rows()))
+        out, fused = self.attn(positions, qkv), self.attn.build.fused
+        return self.o_proj(gate_heads(out, gate, self.attn.kept_rows(), fused))
 
 
 class Qwen3_5DecoderLayer(nn.Module):

@@ -1,5 +1,4 @@
 """Layers that keep a state of constant size for each sequence, in the place of attention.
 
-Doors: `gated_delta_net` and `short_conv`, the layers; `delta_rule` and `causal_conv`, their plain
-forms.
+Doors: `gated_delta_net` and `short_conv`, the layers; `snapshots`, their prefix cache.
 """

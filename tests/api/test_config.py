@@ -418,12 +418,28 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(way, chec
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: Exaone4.*, Qwen3For"),
         ({"architectures": None}, "model_type 'qwen3' is not supported; supported: Exaone4"),
         (
-            {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}},
-            "Qwen3_5.* keep a recurrent state; the nearest supported model is Qwen3",
+            {"architectures": ["Qwen4ExpForConditionalGeneration"], "vision_config": {}},
+            "Qwen4Exp.* hyper-connections and sparse attention; the nearest .* is Qwen3.5",
         ),
         (
-            {"architectures": ["Lfm2ForCausalLM"]},
-            "Lfm2.* keep a recurrent state; the nearest supported model is Qwen3",
+            {"architectures": ["NemotronHForCausalLM"]},
+            "NemotronH.* keep a state of Mamba's; the nearest supported model is Qwen3.5",
+        ),
+        (
+            {"architectures": ["FalconH1ForCausalLM"]},
+            "FalconH1.* keep a state of Mamba's; the nearest supported model is Qwen3.5",
+        ),
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"]},
+            "GraniteMoeHybrid.* a state of Mamba's; the nearest supported model is Granite 3",
+        ),
+        (
+            {"architectures": ["Glm4MoeLiteForCausalLM"], "kv_lora_rank": 512},
+            r"Glm4MoeLite.* keeps latents, .*\(MLA\); the nearest supported model is Qwen3-MoE",
+        ),
+        (
+            {"architectures": ["M4ForConditionalGeneration"], "text_config": {"kv_lora_rank": 1}},
+            r"M4For.* keeps latents, .*\(MLA\)",
         ),
         (
             {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {}},

@@ -630,7 +630,7 @@ def test_keys_and_pairs_are_those_that_rows_see():
     for i, window in enumerate((10**9, 3, 5)):
         seen = [
             [min(position + 1, window) for position in range(start, start + count)]
-            for _, start, count, _ in scheduled
+            for _, start, count, *_ in scheduled
         ]
         assert pairs[i] == sum(map(sum, seen))
-        assert keys[i] == sum(min(start + count, window) for _, start, count, _ in scheduled)
+        assert keys[i] == sum(min(start + count, window) for _, start, count, *_ in scheduled)

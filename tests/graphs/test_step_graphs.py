@@ -598,7 +598,7 @@ def test_steps_with_prompts_have_graphs_on_one_rank_by_backends_that_can(
     own.model_config = ModelConfig.from_pretrained(str(tmp_path))
     own.group, own.device = Mock(size=num_ranks), torch.device("cuda")
     found = own.max_prompt_tokens(Mock(backend=Mock(captures_prompts=captures)))
-    own.capture_cudagraph(step, Mock(kinds=ALL_LAYERS), 7, 2, found, 99)
+    own.capture_cudagraph(step, Mock(kinds=ALL_LAYERS, max_num_seqs=4), 7, 2, found, 99)
     assert made.call_args.args == (step.run_model, own.device, 4, 7, 2, most, 99)
 
 

@@ -46,6 +46,7 @@ from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.attention import decode_many as paged_decode
 from nanovllm.kernels.attention import prefill as paged_prefill
 from nanovllm.kernels.attention.decode_many import decode_tiles
+from nanovllm.kernels.attention.gate import gate_heads
 from nanovllm.kernels.attention.rope import qk_norm_rope_store
 from nanovllm.kernels.attention.splits import choose_num_splits
 from nanovllm.kernels.device_features import can_describe, describe, spare_rows
@@ -349,6 +350,20 @@ def test_fill_in(T: int) -> None:
     from nanovllm.engine import step_inputs
 
     assert step_inputs.fill_in(ids.cpu(), slots.cpu(), table.cpu()).tolist() == wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("T", "W"), [(1, 48), (5, 1100)])
+def test_gates_of_heads(T: int, W: int, parts: int, dtype: torch.dtype) -> None:
+    """All rows in order, or some; gates lie before queries, so their rows apart."""
+    out = randn(T, W, dtype=dtype, seed=1)
+    given = randn(parts, T, W + 7, dtype=dtype if parts == 1 else torch.float32)[..., :W]
+    rows = torch.tensor([T - 1, 0], dtype=torch.int32, device=DEVICE)
+    gate = given.double().sum(0).sigmoid()
+    given = given[0] if parts == 1 else given
+    close(gate_heads(out, given, None), (out.double() * gate).to(dtype))
+    close(gate_heads(out[:1].expand(2, W), given, rows), (out[:1].double() * gate[rows]).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

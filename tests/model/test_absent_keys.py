@@ -49,6 +49,22 @@ FAR_APART = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 EXPERTS = {"num_experts_per_tok": 3, "norm_topk_prob": True}
+LINEAR = {
+    "head_dim": 64,
+    "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+}
+SHARED = {
+    "num_experts_per_tok": 3,
+    "num_experts": 6,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
 CASES: dict[str, tuple[str, Raw]] = {
     "Exaone4ForCausalLM": ("exaone4", {**SLIDES, "sliding_window_pattern": 2}),
     "Gemma2ForCausalLM": (
@@ -81,6 +97,19 @@ CASES: dict[str, tuple[str, Raw]] = {
             "residual_multiplier": 0.4,
         },
     ),
+    "Lfm2ForCausalLM": (
+        "lfm2",
+        {
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 0.7,
+            "block_multiple_of": 16,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "norm_eps": 1e-4,
+            "rope_parameters": YARN,
+        },
+    ),
     "LlamaForCausalLM": (
         "llama",
         {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN},
@@ -110,6 +139,9 @@ CASES: dict[str, tuple[str, Raw]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "Qwen3NextForCausalLM": ("qwen3_next", {**LINEAR, **SHARED, "mlp_only_layers": [1]}),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", LINEAR),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", {**LINEAR, **SHARED}),
     "SmolLM3ForCausalLM": (
         "smollm3",
         {**SLIDES, "use_sliding_window": True, "no_rope_layer_interval": 2},
@@ -119,6 +151,12 @@ CASES: dict[str, tuple[str, Raw]] = {
 PARTS = {
     "gemma 3": ("Gemma3ForConditionalGeneration", "gemma3", "Gemma3ForCausalLM"),
     "ministral 3": ("Mistral3ForConditionalGeneration", "mistral3", "Ministral3ForCausalLM"),
+    "qwen 3.5": ("Qwen3_5ForConditionalGeneration", "qwen3_5", "Qwen3_5ForCausalLM"),
+    "qwen 3.5 moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe",
+        "Qwen3_5MoeForCausalLM",
+    ),
     "mistral 3": ("Mistral3ForConditionalGeneration", "mistral3", "MistralForCausalLM"),
 }
 # Without them nothing is guessed: the refusal names the key.

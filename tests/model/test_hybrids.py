@@ -32,7 +32,14 @@ from checkpoints import (
     with_rare,
 )
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import (
+    DeltaNetConfig,
+    ExpertConfig,
+    LayerConfig,
+    ModelConfig,
+    ShortConvConfig,
+)
+from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.recurrent.gated_delta_net import GatedDeltaNet
 from nanovllm.recurrent.short_conv import ShortConv
@@ -170,6 +177,116 @@ def test_states_after_chunks_are_those_of_the_whole(path: Path) -> None:
     assert len(whole) >= 2
     for one, other in zip(whole, chunks, strict=True):
         assert one.any() and (one - other).abs().max() <= 1e-5 * one.abs().max()
+
+
+# What published config.json files of these models say, as far as this library reads it.
+TEXT_35B: dict[str, Any] = {
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "mtp_num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "output_gate_type": "swish",
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "vocab_size": 248320,
+}
+LFM2_1_2B: dict[str, Any] = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 2048,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "tie_embedding": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 65536,
+}
+
+
+def test_published_configurations_are_read(tmp_path: Path) -> None:
+    outer = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": TEXT_35B,
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 27},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    config = ModelConfig.from_pretrained(str(tmp_path))
+    attends = LayerConfig(RopeParameters(1e7, 64), is_sparse=True)
+    assert config.layers == (*[LayerConfig(None, is_sparse=True)] * 3, attends) * 10
+    assert config.delta_net == DeltaNetConfig(16, 32, 128, 128, 4, by_key_head=False)
+    assert config.experts == ExpertConfig(256, 8, 512, True, False, 0.0, False, False, True)
+    assert config.attention_gate and config.norm_plus_one and config.is_part
+    (tmp_path / "config.json").write_text(json.dumps(LFM2_1_2B))
+    config = ModelConfig.from_pretrained(str(tmp_path))
+    assert config.intermediate_size == 8192 and config.tie_word_embeddings
+    assert [i for i, layer in enumerate(config.layers) if layer.rope] == [2, 5, 8, 10, 12, 14]
+    assert config.short_conv == ShortConvConfig(3, False) and config.head_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shared_expert_intermediate_size": 256}, "must be that of the other experts, 512, got 2"),
+        ({"linear_num_value_heads": 24}, "`linear_num_value_heads` must be a multiple of"),
+        ({"output_gate_type": "sigmoid"}, "`output_gate_type` 'sigmoid' is not supported, only"),
+        ({"layer_types": ["linear_attention"] * 40}, "`layer_types` must have a layer with att"),
+        ({"linear_conv_kernel_dim": 1}, "`linear_conv_kernel_dim` must be between 2 and"),
+    ],
+)
+def test_what_cannot_run_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    raw = {"architectures": ["Qwen3_5MoeForCausalLM"], **TEXT_35B, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_pretrained(str(tmp_path))
+
+
+def test_ranks_must_divide_the_heads(tmp_path: Path) -> None:
+    raw = {"architectures": ["Qwen3_5MoeForCausalLM"], **TEXT_35B, "linear_num_key_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.from_pretrained(str(tmp_path))
+    config.check_tensor_parallel(2)
+    with pytest.raises(ValueError, match="must divide linear_num_key_heads 2 of this model, got 4"):
+        config.check_tensor_parallel(4)
 
 
 # -- how checkpoints are stored --------------------------------------------------------------------

@@ -25,7 +25,7 @@ from nanovllm import LLM
 from nanovllm.checkpoint.files import INDEX
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.weights.shard import Shard, UnheldShard
-from nanovllm.models.loader import EMBEDDING, HEAD, checkpoint_shards, match, with_own_head
+from nanovllm.models.loader import EMBEDDING, HEAD, as_stored, checkpoint_shards, match
 
 READABLE = {**SMALL, "fused_kernels": False}  # oneDNN keeps weights to itself
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -176,10 +176,10 @@ def test_heads_that_differ_in_one_number_differ(tmp_path):
     config = ModelConfig.from_pretrained(str(path))
     head = load_file(path / "model.safetensors")["model.embed_tokens.weight"].clone()
     edit_tensors(path, lm_head__weight=head)
-    assert with_own_head(config, path) == config
+    assert as_stored(config, path) == config
     head[-1, -1] += 1e-3
     edit_tensors(path, lm_head__weight=head)
-    assert with_own_head(config, path) == dataclasses.replace(config, tie_word_embeddings=False)
+    assert as_stored(config, path) == dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def test_tied_model_may_have_its_matrix_as_the_head(tmp_path):

@@ -218,7 +218,7 @@ def plan(
     """Plan a step, count it as sent and launched. Its controls, if there are any."""
     step, found = plan_step(scheduled), step_controls(table, scheduled, last_tokens)
     mark_sent(scheduled)
-    for seq, _, num_tokens, _ in scheduled:
+    for seq, _, num_tokens, *_ in scheduled:
         seq.num_computed_tokens += num_tokens
     assert found is None or len(found.top_k) == step.controlled.sum()
     return found
