@@ -176,8 +176,8 @@ class Config:
             capability 8.9.
         quantization: "fp8" quantises the matrices of linear layers to 8 bits while they are loaded;
             None loads them as the checkpoint has them, in 16, 8 or 4 bits. The method of a
-            quantised checkpoint ("awq", "gptq", "compressed-tensors") may be named; another is
-            refused.
+            quantised checkpoint ("awq", "gptq", "auto-round", "compressed-tensors") may be named;
+            another is refused.
         kv_cache_memory_bytes: memory for the KV cache; None derives it from the device: on a CPU
             half of the free memory, at most 4 GiB, and 131,072 tokens or one sequence. There the
             process grows as blocks are first written to: to the blocks that sequences need at once,
