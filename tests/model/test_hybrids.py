@@ -254,7 +254,10 @@ def test_published_configurations_are_read(tmp_path: Path) -> None:
     attends = LayerConfig(RopeParameters(1e7, 64), is_sparse=True)
     assert config.layers == (*[LayerConfig(None, is_sparse=True)] * 3, attends) * 10
     assert config.delta_net == DeltaNetConfig(16, 32, 128, 128, 4, by_key_head=False)
-    assert config.experts == ExpertConfig(256, 8, 512, True, False, 0.0, False, False, True)
+    names = "gate_proj", "up_proj", "down_proj"
+    assert config.experts == ExpertConfig(
+        256, 8, 512, True, False, 0.0, False, False, True, "mlp.experts", names
+    )
     assert config.attention_gate and config.norm_plus_one and config.is_part
     (tmp_path / "config.json").write_text(json.dumps(LFM2_1_2B))
     config = ModelConfig.from_pretrained(str(tmp_path))
