@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.benchmark import harness
 from nanovllm.checkpoint.hub import checkpoint_directory
+from nanovllm.checkpoint.int4 import GROUPS
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.quantization import GROUPS
 from nanovllm.cli import bench
 from nanovllm.models.loader import find_weights
 

@@ -27,7 +27,7 @@ DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]|:[1-9][0-9])?")
 DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-QUANTIZATIONS = ("fp8", "awq", "gptq", "compressed-tensors")
+QUANTIZATIONS = ("fp8", "awq", "gptq", "compressed-tensors", "auto-round")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 NO_CODE = "leave it out: code from a checkpoint is never run"
@@ -176,8 +176,8 @@ class Config:
             capability 8.9.
         quantization: "fp8" quantises the matrices of linear layers to 8 bits while they are loaded;
             None loads them as the checkpoint has them, in 16, 8 or 4 bits. The method of a
-            quantised checkpoint ("awq", "gptq", "compressed-tensors") may be named; another is
-            refused.
+            quantised checkpoint ("awq", "gptq", "auto-round", "compressed-tensors") may be named;
+            another is refused.
         kv_cache_memory_bytes: memory for the KV cache; None derives it from the device: on a CPU
             half of the free memory, at most 4 GiB, and 131,072 tokens or one sequence. There the
             process grows as blocks are first written to: to the blocks that sequences need at once,

@@ -1,5 +1,8 @@
-"""Checkpoints in 4 bits, written by hand as AutoAWQ, AutoGPTQ and compressed-tensors publish."""
+"""Checkpoints in 4 bits, written by hand as AutoAWQ, AutoGPTQ, AutoRound and compressed-tensors
+publish.
+"""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,12 @@ PROJECTIONS = (
 )
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "desc_act": False}
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "data_type": "int",
+    "autoround_version": "0.12.3",
+}
 INT = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 
 
@@ -36,6 +45,14 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "gptq_v2": (GPTQ | {"group_size": 32, "checkpoint_format": "gptq_v2"}, True),
     "compressed": (compressed(symmetric=True), False),
     "compressed, zeros": (compressed(symmetric=False, actorder="weight"), True),
+    "gptq of auto-round": (
+        AUTO_ROUND | {"group_size": 128, "sym": True, "packing_format": "auto_round:auto_gptq"},
+        False,
+    ),
+    "awq of auto-round": (
+        AUTO_ROUND | {"group_size": 32, "sym": False, "packing_format": "auto_round:auto_awq"},
+        True,
+    ),
 }
 
 
@@ -58,7 +75,7 @@ def quantize(x: torch.Tensor, way: str, group: int) -> tuple[dict[str, torch.Ten
     codes = np.clip(np.round(groups / scales[..., None]) + zeros[..., None], 0, 15).astype(int)
     numbers = ((codes - zeros[..., None]) * scales[..., None]).reshape(x.shape)
     codes = codes.reshape(x.shape)
-    if way == "awq":
+    if way.startswith("awq"):
         order = 0, 2, 4, 6, 1, 3, 5, 7
         tensors = {
             "qweight": packed(codes.T, order),
@@ -72,7 +89,7 @@ def quantize(x: torch.Tensor, way: str, group: int) -> tuple[dict[str, torch.Ten
             "qzeros": packed(stored.T),
             "scales": scales.T.astype(np.float16),
         }
-        if way != "gptq_v2":  # GPTQModel leaves these out
+        if way in ("gptq", "gptq, symmetric"):  # others leave these out
             tensors["g_idx"] = (np.arange(x.shape[1]) // group).astype(np.int32)
             tensors["bias"] = np.zeros(len(x), np.float16)  # AutoGPTQ: one for every layer
     else:
@@ -87,21 +104,33 @@ def quantize(x: torch.Tensor, way: str, group: int) -> tuple[dict[str, torch.Ten
     return arrays, torch.from_numpy(numbers).float()
 
 
-def checkpoints(tmp_path: Path, way: str, family: str = "qwen3", **shape: Any) -> tuple[Path, Path]:
-    """One in 4 bits, and one with the same numbers as float32."""
+def checkpoints(
+    tmp_path: Path,
+    way: str,
+    family: str = "qwen3",
+    is_plain: Callable[[str], bool] = lambda module: False,
+    says: dict[str, Any] | None = None,
+    **shape: Any,
+) -> tuple[Path, Path]:
+    """One in 4 bits, and one with the same numbers as float32.
+
+    Args:
+        is_plain: whether a module stays as it is.
+        says: keys of `quantization_config` that say so.
+    """
     shape = {"hidden_size": 128, "intermediate_size": 256} | shape
-    config, _ = WAYS[way]
+    config = WAYS[way][0] | (says or {})
     group = config.get("group_size", 32)
     exact = make_checkpoint(tmp_path / "exact", family, **shape)
     quantised = copy_checkpoint(exact, tmp_path / "quantised", quantization_config=config)
     tensors = load_file(exact / "model.safetensors")
     plain, stored = dict(tensors), dict(tensors)
     for name, x in tensors.items():
-        if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight"):
-            module = name.removesuffix("weight")
+        module = name.removesuffix(".weight")
+        if module.split(".")[-1] in PROJECTIONS and not is_plain(module):
             parts, plain[name] = quantize(x, way, group)
             del stored[name]
-            stored = {module + part: array for part, array in parts.items()} | stored
+            stored = {f"{module}.{part}": array for part, array in parts.items()} | stored
     save_file(plain, exact / "model.safetensors")
     save_file(stored, quantised / "model.safetensors")
     return quantised, exact

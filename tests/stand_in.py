@@ -200,7 +200,12 @@ def compile_delta_net(dtype: str, head_size: int) -> str:
 
 
 def count_kernels(
-    shape: str, num_layers: int, num_seqs: int, kinds: list[str] | None, **options: Any
+    shape: str,
+    num_layers: int,
+    num_seqs: int,
+    kinds: list[str] | None,
+    quantization_config: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """The kernels that an engine needs for its start, those that it rehearses beside, and those
     that kinds of work need and that were not rehearsed. Nothing is compiled.
@@ -227,6 +232,7 @@ def count_kernels(
     triton.knobs.runtime.jit_cache_hook = hear
     with tempfile.TemporaryDirectory() as directory:
         config = SHAPES[shape] | {"num_hidden_layers": num_layers}
+        config["quantization_config"] = quantization_config
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:num_layers]
         Path(directory, "config.json").write_text(json.dumps(config))

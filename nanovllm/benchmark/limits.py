@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.checkpoint.int4 import Int4
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.quantization import Int4
-from nanovllm.sizing.model_size import states, weights
+from nanovllm.sizing.model_size import ModelSize, model_size, states
 
 
 class Hardware(NamedTuple):
@@ -72,12 +72,14 @@ class Itemsizes(NamedTuple):
     Attributes:
         kv: bytes of a value in the KV cache, with its share of an exponent.
         linear: bytes of a value in a linear layer's matrix, with its share of a scale.
+        plain: bytes of a value in a matrix that is not quantised (`ModelSize`).
         head: bytes of a value in the LM head.
         activation: bytes of a value between layers.
     """
 
     kv: float
     linear: float
+    plain: float
     head: float
     activation: int = 2
 
@@ -86,12 +88,12 @@ def itemsizes(config: ModelConfig, itemsize: int, kv_cache_dtype: str, held: str
     """Bytes of values in a model with activations of `itemsize` bytes, whose matrices are `held` in
     "none", "fp8" or "int4". If it was quantised while it was loaded, its LM head is in INT8.
     """
-    kv = 1 + 1 / config.head_dim if "8" in kv_cache_dtype else itemsize
-    if isinstance(config.quantization, Int4) and held == "int4":
-        return Itemsizes(kv, 0.5 + 4 / config.quantization.group, itemsize, itemsize)
+    kv, found = 1 + 1 / config.head_dim if "8" in kv_cache_dtype else itemsize, config.quantization
+    if found is not None and isinstance(found.format, Int4) and held == "int4":
+        return Itemsizes(kv, 0.5 + 4 / found.format.group, itemsize, itemsize, itemsize)
     linear = 1 if held == "fp8" else itemsize
-    head = linear if config.quantization is None else itemsize
-    return Itemsizes(kv, linear, head, itemsize)
+    head = linear if found is None else itemsize
+    return Itemsizes(kv, linear, itemsize, head, itemsize)
 
 
 def work(
@@ -109,7 +111,7 @@ def work(
         prompt_lens, output_lens: lengths of prompts and outputs, in tokens.
         num_shared: number of tokens at the beginning of every prompt that are cached already.
     """
-    matrices, prompts, outputs = weights(config), np.array(prompt_lens), np.array(output_lens)
+    matrices, prompts, outputs = model_size(config), np.array(prompt_lens), np.array(output_lens)
     width = config.num_attention_heads * config.head_dim
     kv_width = 2 * config.num_key_value_heads * config.head_dim
     # Step t sees prompt + t tokens of each sequence whose output is longer than t.
@@ -118,11 +120,11 @@ def work(
     contexts = (prompts + steps) * running
     num_running = running.sum(1)
     kept = states(config, sizes.activation)
-    flops_of_token = _operations(sizes) * matrices.of_token + kept.flops
+    flops_of_token = _operations(matrices, sizes) + kept.flops
     prefill = flops_of_token * (prompts - num_shared).sum()
     prefill += 2 * matrices.head * len(prompts)
     step_flops = (flops_of_token + 2.0 * matrices.head) * num_running
-    step_bytes = sizes.linear * matrices.read(num_running) + sizes.head * matrices.head
+    step_bytes = _bytes(matrices, sizes, num_running) + sizes.head * matrices.head
     step_bytes += 2 * kept.num_bytes * num_running
     for window, count in _windows(config).items():
         pairs = (_pairs(prompts, window) - _pairs(np.array(num_shared), window)).sum()
@@ -160,14 +162,14 @@ def least_step_seconds(
     """[steps] the least seconds of each step, the longer of its reading and its arithmetic: for the
     batches as they were, where `work` assumes all sequences at once.
     """
-    matrices, tokens = weights(config), steps.num_tokens
+    matrices, tokens = model_size(config), steps.num_tokens
     width = config.num_attention_heads * config.head_dim
     kv_width = 2 * config.num_key_value_heads * config.head_dim
     samples = steps.num_sampled > 0
     kept = states(config, sizes.activation)
-    flops = (_operations(sizes) * matrices.of_token + kept.flops) * tokens
+    flops = (_operations(matrices, sizes) + kept.flops) * tokens
     flops = flops + 2.0 * matrices.head * steps.num_sampled
-    size = sizes.linear * matrices.read(tokens) + sizes.head * matrices.head * samples
+    size = _bytes(matrices, sizes, tokens) + sizes.head * matrices.head * samples
     size = size + 2 * kept.num_bytes * steps.num_seqs
     for window, count in _windows(config).items():
         flops += count * 4.0 * width * steps.pairs[window]
@@ -180,11 +182,20 @@ def _windows(config: ModelConfig) -> Counter[int]:
     return Counter(layer.window for layer in config.layers if layer.rope is not None)
 
 
-def _operations(sizes: Itemsizes) -> int:
-    """Operations per token and value of a linear layer: a multiplication and an addition; products
-    in FP8 run at twice the rate, and count as half.
+def _operations(matrices: ModelSize, sizes: Itemsizes) -> float:
+    """Operations per token in all linear layers, for each value a multiplication and an addition;
+    products in FP8 run at twice the rate, and count as half.
     """
-    return 1 if sizes.linear == 1 else 2
+    linear = 1 if sizes.linear == 1 else 2
+    return linear * matrices.linear.of_token + 2 * matrices.plain.of_token
+
+
+def _bytes(
+    matrices: ModelSize, sizes: Itemsizes, num_tokens: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """[steps] bytes of the linear layers' matrices that steps with so many tokens read."""
+    linear, plain = matrices.linear.read(num_tokens), matrices.plain.read(num_tokens)
+    return sizes.linear * linear + sizes.plain * plain
 
 
 def _pairs(lens: NDArray[np.int64], window: int) -> NDArray[np.float64]:

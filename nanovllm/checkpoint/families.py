@@ -33,6 +33,8 @@ class Family(NamedTuple):
         num_experts: keys in config.json for the number of experts, of which the first one present
             counts; empty: the model is dense.
         expert_size: key in config.json for the intermediate size of an expert.
+        experts_path: path of a layer's experts, in that layer.
+        expert_names: names of gate, up and down in an expert.
         expert_bias: whether router and experts have biases.
         swiglu_limit: default of `swiglu_limit` in config.json; 0: that key is ignored.
         attention_sinks: whether attention has sinks (see `Scoring`).
@@ -63,6 +65,8 @@ class Family(NamedTuple):
     packed_gate_up: bool = False
     num_experts: tuple[str, ...] = ()
     expert_size: str = "moe_intermediate_size"
+    experts_path: str = "mlp.experts"
+    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     expert_bias: bool = False
     swiglu_limit: float = 0.0
     attention_sinks: bool = False
@@ -391,6 +395,8 @@ FAMILIES = {
         **NO_BIASES,
         num_experts=("num_local_experts",),
         expert_size="intermediate_size",
+        experts_path="block_sparse_moe.experts",
+        expert_names=("w1", "w3", "w2"),
         defaults={
             **EPS,
             "num_experts_per_tok": 2,

@@ -5,6 +5,7 @@ Reads config.json directly, in the spelling of transformers 4 and 5 alike (`torc
 any weight is read. Imports no torch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from nanovllm.checkpoint.families import CONV, FULL, LINEAR, SLIDING, Family, family_of
 from nanovllm.checkpoint.files import read_json, read_value
 from nanovllm.checkpoint.generation_config import read_eos
-from nanovllm.checkpoint.quantization import Int4, Quantization, read_quantization
+from nanovllm.checkpoint.quantization import Quantization, read_quantization
 from nanovllm.checkpoint.refusals import refuse_architecture, refuse_directory
 from nanovllm.checkpoint.rope import RopeParameters, read_rope
 
@@ -54,6 +55,8 @@ class ExpertConfig:
         packed: whether the checkpoint stores all experts of a layer as one tensor.
         is_mxfp4: whether the checkpoint stores them in MXFP4.
         has_shared: whether a layer has one expert more, which all tokens choose, with a gate.
+        path: path of a layer's experts in the checkpoint, in that layer.
+        names: names of gate, up and down in the checkpoint, in each expert.
     """
 
     num_experts: int
@@ -64,7 +67,25 @@ class ExpertConfig:
     swiglu_limit: float
     packed: bool
     is_mxfp4: bool
-    has_shared: bool = False
+    has_shared: bool
+    path: str
+    names: tuple[str, str, str]
+
+    def modules(self, path: str) -> Iterator[str]:
+        """The paths of all modules of experts in the checkpoint.
+
+        Args:
+            path: path of the layer's experts, which the checkpoint stores one by one.
+        """
+        experts = [f"{path}.{i}" for i in range(self.num_experts)]
+        if self.has_shared:
+            experts.append(self.shared(path))
+        for expert in experts:
+            yield from (f"{expert}.{name}" for name in self.names)
+
+    def shared(self, path: str) -> str:
+        """The path of the expert that all tokens choose, beside the experts of this path."""
+        return f"{path.rpartition('.')[0]}.shared_expert"
 
 
 @dataclass(frozen=True)
@@ -136,7 +157,7 @@ class ModelConfig:
     embedding_multiplier: float
     residual_multiplier: float  # factor of attention's and the MLP's outputs, before they are added
     logits_scaling: float  # divisor of logits
-    quantization: Quantization | None  # format of the matrices of linear layers
+    quantization: Quantization | None  # of linear layers
     eos_token_ids: frozenset[int]  # from generation_config.json, else from config.json
     source: dict[str, Any] = field(repr=False, hash=False)  # config.json
 
@@ -278,16 +299,7 @@ def _quantization(raw: dict[str, Any]) -> Any:
 def _read_quantization(raw: dict[str, Any], family: Family) -> Quantization | None:
     if family.packed_experts and _quantization(raw) == "mxfp4":
         return None  # only the experts are quantised
-    found = read_quantization(raw)
-    if family.num_experts and found and (family.packed_experts or isinstance(found, Int4)):
-        remedy = "use the original weights"
-        if not family.packed_experts:
-            remedy += ", or a checkpoint in FP8"
-        raise ValueError(
-            f"config.json: `quantization_config` {_quantization(raw)!r} is not supported for these "
-            f"experts: {remedy}"
-        )
-    return found
+    return read_quantization(raw)
 
 
 def _read_head_dim(raw: dict[str, Any], hidden_size: int, num_heads: int) -> int:
@@ -381,6 +393,8 @@ def _read_experts(raw: dict[str, Any], family: Family) -> ExpertConfig | None:
         family.packed_experts,
         is_mxfp4,
         family.has_shared_expert,
+        family.experts_path,
+        family.expert_names,
     )
 
 

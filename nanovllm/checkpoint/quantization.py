@@ -1,19 +1,19 @@
-"""The format of linear layers' matrices in 8 or 4 bits, read from config.json.
+"""`Quantization`: the modules of a checkpoint that are quantised, and their format.
 
-FP8 (e4m3) codes have a scale per block of values. Two spellings are read: `quant_method` "fp8"
-(Qwen, DeepSeek: blocks of 128 x 128; Mistral, AutoFP8: one scale per tensor), and
-"compressed-tensors" with `type` "float" (a scale per row, tensor or block). Scales of activations
-are not read: activations are quantised by their own values.
-
-INT4 codes have a scale, and mostly a zero point, per group of columns in a row. Three spellings:
-"awq" (AutoAWQ's "gemm"), "gptq" (AutoGPTQ's, and GPTQModel's "gptq_v2"), and "compressed-tensors"
-with `type` "int".
+config.json names a method, which determines the format (`fp8.py`, `int4.py`), and lists modules
+that it leaves as they were, in 16 bits. "auto-round" names one of the other formats, and has a
+table of modules that differ. A module that is quantised in any other way is refused by its name.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.checkpoint.files import read_value
+from nanovllm.checkpoint.fp8 import Fp8, read_fp8, read_fp8_group
+from nanovllm.checkpoint.int4 import Int4, read_awq, read_gptq, read_int4_group
+from nanovllm.checkpoint.modules import MARK, Modules, flat, is_pattern
+from nanovllm.checkpoint.refusals import unsupported_quantization
 
 # Suffixes of tensors that are ignored: activations, keys and values get scales by their own values.
 NOT_READ = (
@@ -25,93 +25,125 @@ OF_CODES = (
     *(".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_zero_point"),
     *(".weight_scale", ".weight_scale_inv"),
 )
-# Keys in config.json that list modules left unquantised, and names of modules that must not be.
-PLAIN_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
-QUANTIZED = ("_proj", "self_attn", "mlp", "moe", "experts", "layers")
-OF_OTHER_PARTS = ("vis", "audio", "multi_modal", "router", "norm")
-ROUTER = ".gate"  # routers of experts stay in 16 bits
-GROUPS = (32, 64, 128)  # columns of INT4 that share a scale
+PLAIN_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore")  # lists of modules left out
+BLOCK_KEYS = ("block_name_to_quantize", "to_quant_block_names")  # AutoRound's lists of blocks
+# Packings of AutoRound, by its names for them.
+GPTQ_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq")
+AWQ_PACKINGS = ("auto_round:auto_awq", "auto_round:awq")
+# What may differ from module to module, with the defaults.
+SETTINGS = {"bits": None, "group_size": None, "data_type": "int", "desc_act": False}
+FLOATS = ("float", "fp", "fp16", "bf16")  # data types of AutoRound that are not quantised
+HEAD = "lm_head"
+REMEDY = "use another checkpoint, or the original weights"
+
+Format: TypeAlias = Fp8 | Int4
+
+
+class Rule(NamedTuple):
+    """What config.json says of some modules.
+
+    Attributes:
+        key: key in config.json.
+        modules: the modules.
+        format: format of their matrices; None: they stay in 16 bits.
+        refused: what is not supported about them; "": nothing.
+    """
+
+    key: str
+    modules: Modules
+    format: Format | None = None
+    refused: str = ""
 
 
 @dataclass(frozen=True)
-class Fp8:
-    """The format of FP8 matrices.
+class Quantization:
+    """The quantisation of a checkpoint's linear layers.
 
     Attributes:
-        block: rows and columns that share a scale; 0: all of them.
-        scale: name of the scales in the checkpoint, after that of the module; "": it has none, and
-            values are quantised while they are loaded.
+        format: format of the matrices that are quantised.
         method: name of the checkpoint's method, as in `quant_method`.
+        rules: exceptions, of which the first one counts that has a module.
+        others_are_plain: whether modules without a rule stay in 16 bits.
     """
 
-    block: tuple[int, int]
-    scale: str
-    method: str = "fp8"
+    format: Format
+    method: str
+    rules: tuple[Rule, ...] = ()
+    others_are_plain: bool = False
+
+    def of(self, modules: Iterable[str]) -> Format | None:
+        """The format of a layer's matrix; None: it is not quantised.
+
+        Args:
+            modules: paths of the checkpoint's modules that the matrix consists of.
+
+        Raises:
+            ValueError: if they differ, or are quantised in a way that is not supported.
+        """
+        if not self.rules and not self.others_are_plain:
+            return self.format
+        found: dict[Format | None, str] = {}
+        for module in modules:
+            found.setdefault(self._of_one(module), module)
+        assert found, "a matrix of no module"
+        if len(found) > 1:
+            quantised = next(module for format, module in found.items() if format is not None)
+            plain = next(module for module in found.values() if module != quantised)
+            raise ValueError(
+                f"config.json: `quantization_config` leaves {plain} in 16 bits and quantises "
+                f"{quantised}, which is not supported, because both are multiplied as one matrix: "
+                "use a checkpoint that treats them alike, or the original weights"
+            )
+        return next(iter(found))
+
+    def _of_one(self, module: str) -> Format | None:
+        for rule in self.rules:
+            if module in rule.modules:
+                if rule.refused:
+                    raise ValueError(
+                        f"config.json: `{rule.key}` quantises {module} in another way than the "
+                        f"rest ({rule.refused}), which is not supported: {REMEDY}"
+                    )
+                return rule.format
+        return None if self.others_are_plain else self.format
 
 
-@dataclass(frozen=True)
-class Int4:
-    """The format of INT4 matrices.
-
-    Attributes:
-        group: columns that share a scale and a zero point.
-        codes, scales, zeros: names of these tensors in the checkpoint, after that of the module;
-            `zeros` "": all zero points are 8.
-        groups: name of the tensor with each column's group, which must be in order; "": none.
-        transposed: whether the tensors have columns first.
-        along_rows: whether an int32 packs the codes of eight neighbouring rows, not columns. Zero
-            points are always packed along rows.
-        order: place in an int32 of each of eight neighbours; 0: the lowest four bits.
-        added: constant added to stored zero points.
-        method: name of the checkpoint's method, as in `quant_method`.
-    """
-
-    group: int
-    codes: str
-    scales: str
-    zeros: str
-    groups: str = ""
-    transposed: bool = True
-    along_rows: bool = False
-    order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
-    added: int = 0
-    method: str = ""
-
-
-Quantization: TypeAlias = Fp8 | Int4
-WHILE_LOADING = Fp8((1, 0), "")
+WHILE_LOADING = Quantization(Fp8((1, 0), ""), "fp8")
 
 
 def read_quantization(raw: dict[str, Any]) -> Quantization | None:
-    """The format in a config.json; None if it names none.
+    """The quantisation in a config.json; None if it names none.
 
     Raises:
-        ValueError: if the checkpoint has any other format.
+        ValueError: if the checkpoint has any format that is not supported.
     """
     found = raw.get("quantization_config")
     if not found:
         return None
     if not isinstance(found, dict):
-        raise _refusal(found)
+        raise unsupported_quantization(found)
     method = found.get("quant_method")
-    _check_all_are(found)
+    if found.get(HEAD):
+        raise _quantised_head(method)
     if method == "fp8":
-        return _read_fp8(found)
+        return _by_lists(found, read_fp8(found), "fp8")
+    if method == "awq":
+        return _by_lists(found, read_awq(found), "awq")
+    if method == "gptq":
+        return _by_lists(found, read_gptq(found), "gptq")
     if method == "compressed-tensors":
         return _read_compressed(found)
-    if method == "awq":
-        return _read_awq(found)
-    if method == "gptq":
-        return _read_gptq(found)
-    raise _refusal(method)
+    if method in ("auto-round", "intel/auto-round"):
+        return _read_auto_round(found)
+    raise unsupported_quantization(method)
 
 
 def choose(asked: str | None, found: Quantization | None, packed: bool) -> Quantization | None:
-    """The format of a model's linear layers, from the option and from its config.json.
+    """The quantisation of a model's linear layers, from the option and from its config.json.
 
     Args:
         asked: option `quantization`; None: as the checkpoint says.
-        found: format of the checkpoint; None: not quantised.
+        found: quantisation of the checkpoint; None: none.
         packed: whether the checkpoint stores all experts of a layer as one tensor.
 
     Raises:
@@ -137,144 +169,127 @@ def format_of(found: Quantization | None) -> str:
     """The name of a format: "none", "fp8" or "int4"."""
     if found is None:
         return "none"
-    return "fp8" if isinstance(found, Fp8) else "int4"
+    return "fp8" if isinstance(found.format, Fp8) else "int4"
 
 
-def _refusal(method: Any) -> ValueError:
-    return ValueError(
-        f"config.json: `quantization_config` {method!r} is not supported: use a checkpoint in FP8 "
-        "(`fp8`, or `compressed-tensors` of 8-bit floats) or in INT4 (`awq`, `gptq`, or "
-        "`compressed-tensors` of 4-bit integers), or the original weights"
-    )
+def _quantised_head(method: Any) -> ValueError:
+    return unsupported_quantization(f"{method}, {HEAD} (which quantises the LM head)")
 
 
-def _check_all_are(found: dict[str, Any]) -> None:
-    """Refuse checkpoints that leave some linear layers unquantised or quantise other modules."""
-    for key in PLAIN_KEYS:
-        names = found.get(key) or []
-        if not isinstance(names, list):
-            raise ValueError(f"config.json: `{key}` must be a list of modules, got {names!r}")
-        for name in names:
-            is_other = any(part in str(name) for part in OF_OTHER_PARTS)
-            is_other |= str(name).rstrip("$").endswith(ROUTER)
-            if any(part in str(name) for part in QUANTIZED) and not is_other:
-                raise ValueError(
-                    f"config.json: `{key}` leaves {name} unquantised, which is not supported: use "
-                    "a checkpoint with all linear layers quantised, or the original weights"
-                )
-    for key, effect in (("lm_head", "the LM head"), ("dynamic", "some layers differently")):
-        if found.get(key):
-            raise _refusal(f"{found.get('quant_method')}, {key} (which quantises {effect})")
+def _by_lists(found: dict[str, Any], format: Format, method: str) -> Quantization:
+    """A quantisation with the exceptions that all methods spell alike."""
+    rules = [
+        *_dynamic(found, format, method),
+        *(Rule(key, Modules.named(key, found[key])) for key in PLAIN_KEYS if found.get(key)),
+    ]
+    key = "modules_in_block_to_quantize"
+    if only := found.get(key):
+        names = list(flat(only)) if isinstance(only, list) else only
+        rules.append(Rule(key, Modules.named(key, names), format))
+    return Quantization(format, method, tuple(rules), others_are_plain=bool(only))
 
 
-def _read_fp8(found: dict[str, Any]) -> Fp8:
-    if (found.get("fmt") or "e4m3") != "e4m3":
-        raise _refusal(f"fp8, {found['fmt']}")
-    block = found.get("weight_block_size")
-    if block is None:
-        return Fp8((0, 0), "weight_scale")
-    return Fp8(_read_block(block), "weight_scale_inv")
+def _dynamic(found: dict[str, Any], format: Format, method: str) -> list[Rule]:
+    """GPTQModel's table of modules that differ: regular expressions that match the beginning of a
+    path, behind "-:" of modules that are left out, or "+:" or nothing of others.
+    """
+    rules = []
+    for name, own in _table("dynamic", found).items():
+        pattern = name.removeprefix("-:").removeprefix("+:")
+        modules = Modules.named("dynamic", [MARK + pattern])
+        if name.startswith("-:"):
+            rules.append(Rule("dynamic", modules))
+        elif HEAD in name:
+            raise _quantised_head(method)
+        else:
+            rules.append(Rule("dynamic", modules, format, _differences(own, found)))
+    return rules
 
 
 def _read_compressed(found: dict[str, Any]) -> Quantization:
+    method = "compressed-tensors"
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
-        raise _refusal("compressed-tensors without exactly one config group")
+        raise unsupported_quantization(f"{method} without exactly one config group")
     unused = {"transform_config": ("config_groups", {}), "sparsity_config": ("format", "dense")}
     for key, (part, nothing) in unused.items():
         what = found.get(key) or {}
         if not isinstance(what, dict) or what.get(part, nothing) not in (None, nothing):
-            raise _refusal(f"compressed-tensors, {key}")
+            raise unsupported_quantization(f"{method}, {key}")
     [group] = groups.values()
     weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
-        raise _refusal("compressed-tensors with other targets than Linear")
+    if not isinstance(weights, dict):
+        raise unsupported_quantization(f"{method} without weights")
     kind, bits = weights.get("type"), read_value(weights, "num_bits", int, 0)
-    strategy, method = weights.get("strategy"), "compressed-tensors"
+    format: Format
     if (kind, bits) == ("int", 4):
-        form = group.get("format") or found.get("format")
-        if (strategy, form) != ("group", "pack-quantized"):
-            raise _refusal(f"{method}, 4-bit int, strategy {strategy}, format {form}")
-        order = weights.get("actorder") or ""
-        _refuse_act_order(str(order).lower() not in ("", "weight", "static"))
-        zeros = "" if read_value(weights, "symmetric", bool, True) else "weight_zero_point"
-        size = _read_group(weights)
-        return Int4(size, "weight_packed", "weight_scale", zeros, transposed=False, method=method)
-    if (kind, bits) != ("float", 8):
-        raise _refusal(f"{method}, {bits}-bit {kind}, strategy {strategy}")
-    if strategy == "block":
-        return Fp8(_read_block(weights.get("block_structure")), "weight_scale", method)
-    if strategy not in ("channel", "tensor"):
-        raise _refusal(f"{method}, strategy {strategy}")
-    return Fp8((1, 0) if strategy == "channel" else (0, 0), "weight_scale", method)
+        format = read_int4_group(weights, group.get("format") or found.get("format"))
+    elif (kind, bits) == ("float", 8):
+        format = read_fp8_group(weights)
+    else:
+        strategy = weights.get("strategy")
+        raise unsupported_quantization(f"{method}, {bits}-bit {kind}, strategy {strategy}")
+    ignored, targets = found.get("ignore") or [], group.get("targets")
+    rules = [Rule("ignore", Modules.exactly("ignore", ignored))] if ignored else []
+    rules += _by_lists({**found, "ignore": None}, format, method).rules
+    if targets == ["Linear"]:
+        return Quantization(format, method, tuple(rules))
+    modules = Modules.exactly("targets", targets)
+    if not all(name.startswith(MARK) or "." in name for name in targets):  # a path, or a class
+        raise unsupported_quantization(f"{method} with other targets than Linear, or modules")
+    only = Rule("targets", modules, format)
+    return Quantization(format, method, (*rules, only), others_are_plain=True)
 
 
-def _read_block(block: Any) -> tuple[int, int]:
-    if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
-        raise ValueError(
-            f"config.json: blocks of FP8 weights must be [rows, columns], got {block!r}"
+def _read_auto_round(found: dict[str, Any]) -> Quantization:
+    method = "auto-round"
+    packing = found.get("packing_format") or GPTQ_PACKINGS[0]
+    kind, act_bits = found.get("data_type") or "int", read_value(found, "act_bits", int, 16)
+    if packing not in GPTQ_PACKINGS + AWQ_PACKINGS or kind != "int" or act_bits < 16:
+        raise unsupported_quantization(
+            f"{method}, {packing}, of {kind}, activations of {act_bits} bits"
         )
-    return block[0], block[1]
+    format = read_gptq(found) if packing in GPTQ_PACKINGS else read_awq(found)
+    rules = (*_extra_config(found, format), *_by_lists(found, format, method).rules)
+    key = next((key for key in BLOCK_KEYS if found.get(key)), "")
+    if not key:
+        return Quantization(format, method, rules)
+    blocks = found[key].split(",") if isinstance(found[key], str) else found[key]
+    names = list(flat(blocks)) if isinstance(blocks, list) else blocks
+    only = Rule(key, Modules.named(key, names), format)
+    return Quantization(format, method, (*rules, only), others_are_plain=True)
 
 
-def _read_awq(found: dict[str, Any]) -> Int4:
-    _check_bits(found)
-    version = found.get("version") or found.get("checkpoint_format") or found.get("format")
-    if str(version or "gemm").lower() != "gemm":
-        raise _refusal(f"awq, version {version}")
-    if not read_value(found, "zero_point", bool, True):
-        raise _refusal("awq, without zero points")
-    # AutoAWQ interleaves: an int32 holds, from its lowest bits up, rows 0 2 4 6 1 3 5 7.
-    order = 0, 4, 1, 5, 2, 6, 3, 7
-    return Int4(
-        _read_group(found),
-        codes="qweight",
-        scales="scales",
-        zeros="qzeros",
-        along_rows=True,
-        order=order,
-        method="awq",
+def _extra_config(found: dict[str, Any], format: Format) -> list[Rule]:
+    """AutoRound's table of modules that differ: by their paths, or by regular expressions that are
+    found in those, which count for modules without an entry of their own.
+    """
+    named: dict[tuple[Format | None, str], list[str]] = {}
+    rules, key = [], "extra_config"
+    for name, own in _table(key, found).items():
+        bits, kind = own.get("bits"), own.get("data_type")
+        is_plain = kind in FLOATS if bits is None else isinstance(bits, int) and bits >= 16
+        if HEAD in name and not is_plain:
+            raise _quantised_head(found["quant_method"])
+        how = (None, "") if is_plain else (format, _differences(own, found))
+        if is_pattern(name):
+            rules.append(Rule(key, Modules.found_by(key, name), *how))
+        else:
+            named.setdefault(how, []).append(name)
+    return [*(Rule(key, Modules.named(key, names), *how) for how, names in named.items()), *rules]
+
+
+def _table(key: str, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    table = found.get(key) or {}
+    if not isinstance(table, dict) or not all(isinstance(own, dict) for own in table.values()):
+        raise ValueError(f"config.json: `{key}` must be an object of objects, got {table!r}")
+    return table
+
+
+def _differences(own: dict[str, Any], found: dict[str, Any]) -> str:
+    """The settings of some modules that differ from those of the rest, in words."""
+    return ", ".join(
+        f"`{key}` {own[key]!r}"
+        for key, default in SETTINGS.items()
+        if own.get(key) is not None and own[key] != found.get(key, default)
     )
-
-
-def _read_gptq(found: dict[str, Any]) -> Int4:
-    _check_bits(found)
-    _refuse_act_order(found.get("desc_act"))
-    form = found.get("checkpoint_format") or found.get("format") or "gptq"
-    form = "marlin" if found.get("is_marlin_format") else form
-    if form not in ("gptq", "gptq_v2"):
-        raise _refusal(f"gptq, {form}")
-    return Int4(
-        _read_group(found),
-        codes="qweight",
-        scales="scales",
-        zeros="qzeros",
-        groups="g_idx",
-        added=int(form == "gptq"),  # the first version stores each zero point minus 1
-        method="gptq",
-    )
-
-
-def _check_bits(found: dict[str, Any]) -> None:
-    key = "bits" if found.get("w_bit") is None else "w_bit"  # AutoAWQ's own name
-    if (bits := read_value(found, key, int)) != 4:
-        raise _refusal(f"{found['quant_method']}, {bits} bits")
-
-
-def _refuse_act_order(has: Any) -> None:
-    if has:
-        raise ValueError(
-            "config.json: act-order (`desc_act`, `actorder`) is not supported: use a checkpoint "
-            "without it, or the original weights"
-        )
-
-
-def _read_group(found: dict[str, Any]) -> int:
-    key = "group_size" if found.get("q_group_size") is None else "q_group_size"
-    size = read_value(found, key, int, minimum=-1)
-    if size not in GROUPS:
-        raise ValueError(
-            f"config.json: `{key}` of INT4 weights must be 32, 64 or 128, got {size}: use another "
-            "checkpoint, or the original weights"
-        )
-    return size

@@ -47,6 +47,15 @@ def refuse_architecture(raw: dict[str, Any]) -> None:
     raise ValueError(f"config.json: `architectures` {name} is not supported{_why(str(name), raw)}")
 
 
+def unsupported_quantization(what: Any) -> ValueError:
+    """The error for a `quantization_config` that is not supported."""
+    return ValueError(
+        f"config.json: `quantization_config` {what!r} is not supported: use a checkpoint in FP8 "
+        "(`fp8`, or `compressed-tensors` of 8-bit floats) or in INT4 (`awq`, `gptq`, `auto-round`, "
+        "or `compressed-tensors` of 4-bit integers), or the original weights"
+    )
+
+
 def _why(name: str, raw: dict[str, Any]) -> str:
     for pattern, (reason, nearest) in UNSUPPORTED.items():
         if re.search(pattern, name):

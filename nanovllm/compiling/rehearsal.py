@@ -6,7 +6,7 @@ requests.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from nanovllm.engine.plan import running_sum
 from nanovllm.engine.step_inputs import Computed, StepInputs, to_device
 from nanovllm.graphs.static_inputs import TOKENS, Shape, StaticInputs
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.weights.weight import Weight
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling.controlled_sampler import logprobs_of
 from nanovllm.sampling.controls import NO_FILTERS, NO_PENALTIES, Controls
@@ -38,16 +39,27 @@ def distinct_layers(model: Qwen3ForCausalLM, of_each: int = 1) -> Iterator[None]
     rows: these use all kernels of the model. Two `of_each` kind also use as much memory: the very
     first layer has no residual to add to.
     """
-    own, kinds = model.model, model.config.layers
+    own = model.model
     whole = own.layers
+    formats = [_formats(layer) for layer in whole]
+    kinds = list(zip(model.config.layers, formats, strict=True))
     chosen = {len(kinds) - 1}
     for kind in set(kinds):
         chosen.update([i for i, each in enumerate(kinds) if each == kind][:of_each])
+    if len(set(formats)) > 1:  # a layer's first norm depends on the layer before, too
+        pairs = list(pairwise(formats))
+        for pair in set(pairs):
+            chosen.update([pairs.index(pair), pairs.index(pair) + 1])
     own.layers = nn.ModuleList(whole[i] for i in sorted(chosen))
     try:
         yield
     finally:
         own.layers = whole
+
+
+def _formats(layer: nn.Module) -> tuple[type[Weight], ...]:
+    """The formats of a layer's matrices, which a checkpoint may leave unquantised."""
+    return tuple(type(module) for module in layer.modules() if isinstance(module, Weight))
 
 
 def run_distinct_layers(

@@ -30,8 +30,10 @@ class Build(NamedTuple):
         max_model_len: maximum length of a sequence, in tokens.
         block_size: tokens per block of the KV cache.
         cache_dtype: torch.dtype of the KV cache; None: `dtype`.
-        quantization: format of the linear layers' matrices; None: values of `dtype`.
+        quantization: quantisation of the linear layers; None: values of `dtype`.
         decode_tokens: maximum number of rows of a step that are decodes of one sequence.
+        path: path in the model of the module that is being built, which is its name in the
+            checkpoint.
     """
 
     dtype: torch.dtype
@@ -43,6 +45,11 @@ class Build(NamedTuple):
     cache_dtype: torch.dtype | None = None
     quantization: Quantization | None = None
     decode_tokens: int = 1
+    path: str = ""
+
+    def at(self, name: str) -> "Build":
+        """The options of a module inside the one that is being built."""
+        return self._replace(path=f"{self.path}.{name}".lstrip("."))
 
 
 class Layer(nn.Module):

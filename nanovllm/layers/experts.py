@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoint.model_config import ExpertConfig, ModelConfig
+from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
@@ -15,6 +16,7 @@ from nanovllm.layers.linear import LinearBase, make_weight
 from nanovllm.layers.sequence_parallel import sum_over_ranks, whole_rows
 from nanovllm.layers.weights import mxfp4
 from nanovllm.layers.weights.fp8 import Fp8Weight
+from nanovllm.layers.weights.int4 import Int4Weight
 from nanovllm.layers.weights.shard import Part, Shard, StackedShard
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.int4 import Int4Codes
@@ -82,7 +84,9 @@ class Experts(Layer):
         self.part, self.outputs = Part.equal(facts.intermediate_size, build.group), Part.whole(M)
         self.num_experts = E = facts.num_experts + facts.has_shared
         I = len(self.part.held)
-        self.gate_up, self.down = _weight(E * 2 * I, M, build), _weight(E * M, I, build)
+        self.gate_up, self.down = (
+            _weight(rows, cols, facts, build) for rows, cols in ((E * 2 * I, M), (E * M, I))
+        )
         shapes = [(E, 2 * I), (E, M)] * facts.bias
         biases = [nn.Parameter(torch.empty(shape, dtype=build.dtype), False) for shape in shapes]
         self.gate_up_bias: nn.Parameter | None
@@ -174,9 +178,18 @@ class Experts(Layer):
         return (out.view(-1, k, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-def _weight(num_rows: int, num_cols: int, build: Build) -> Weight:
-    """A weight for one projection of all experts of a layer."""
-    weight = make_weight(num_rows, num_cols, build)
+def _weight(num_rows: int, num_cols: int, facts: ExpertConfig, build: Build) -> Weight:
+    """A weight for one projection of all experts of a layer, in the format of all of these. Experts
+    that a checkpoint has in one tensor are not quantised there.
+    """
+    if facts.packed and build.quantization != WHILE_LOADING:
+        build = build._replace(quantization=None)
+    weight = make_weight(num_rows, num_cols, facts.modules(build.path), build)
+    if isinstance(weight, Int4Weight):
+        raise ValueError(
+            f"{build.path}: experts in INT4 are not supported: use a checkpoint that leaves them "
+            "in 16 bits, one in FP8, or the original weights"
+        )
     if isinstance(weight, Fp8Weight) and weight.act_block is None:
         weight.kernels = None  # our kernels for experts accept codes only where tensor cores do
     return weight
@@ -192,27 +205,18 @@ def _activate(x: torch.Tensor, gelu: bool, limit: float) -> torch.Tensor:
 
 
 class NumberedExperts(Experts):
-    """Experts that the checkpoint stores one by one, each under its number.
-
-    Args:
-        names: names of gate, up and down in the checkpoint.
-    """
-
-    def __init__(self, config: ModelConfig, names: tuple[str, str, str], build: Build) -> None:
-        super().__init__(config, build)
-        self.names = names
+    """Experts that the checkpoint stores one by one, each under its number."""
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         for i in range(self.facts.num_experts):
             yield from self.shards_of(i, f"{path}.{i}")
         if self.facts.has_shared:
-            parent = path.rpartition(".")[0]
-            yield from self.shards_of(self.facts.num_experts, f"{parent}.shared_expert")
+            yield from self.shards_of(self.facts.num_experts, self.facts.shared(path))
 
     def shards_of(self, i: int, path: str) -> Iterator[tuple[str, Shard]]:
         """The tensors of the i-th expert, which has this path, as `Layer.shards`."""
         I, M = len(self.part.held), self.outputs.total
-        gate, up, down = self.names
+        gate, up, down = self.facts.names
         for name, begin in ((gate, 2 * i * I), (up, (2 * i + 1) * I)):
             yield from self.gate_up.shards(f"{path}.{name}", begin, self.part, self.outputs)
         yield from self.down.shards(f"{path}.{down}", i * M, self.outputs, self.part)
@@ -232,8 +236,7 @@ class StackedExperts(NumberedExperts):
         down = self.outputs, Part.whole(self.part.total)
         yield f"{path}.down_proj", StackedShard.of([each[2:] for each in routed], experts, down)
         if self.facts.has_shared:
-            parent = path.rpartition(".")[0]
-            yield from self.shards_of(self.facts.num_experts, f"{parent}.shared_expert")
+            yield from self.shards_of(self.facts.num_experts, self.facts.shared(path))
 
 
 class PackedExperts(Experts):
@@ -271,7 +274,7 @@ class SparseMLP(MLP):
         self, config: ModelConfig, experts: Experts, build: Build, router: str = "gate"
     ) -> None:
         super().__init__()
-        module = Router(config, build)
+        module = Router(config, build.at(router))
         self.add_module(router, module)
         self.choose = module.choose
         self.experts = experts

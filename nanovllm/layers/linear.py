@@ -4,13 +4,13 @@ Each computes `x @ weight.T + bias` with the part of the weight that its rank ho
 use our kernels where these are faster.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.fp8 import Fp8
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden, Layer
@@ -22,15 +22,15 @@ from nanovllm.layers.weights.weight import Gate, PlainWeight, Weight
 from nanovllm.tensors.fp8 import Codes
 
 
-def make_weight(num_rows: int, num_cols: int, build: Build) -> Weight:
-    """A weight for a linear layer, in the format of the model."""
-    quantization = build.quantization
-    if quantization is None:
+def make_weight(num_rows: int, num_cols: int, modules: Iterable[str], build: Build) -> Weight:
+    """A weight that is filled by these modules of the checkpoint, in their format."""
+    format = None if build.quantization is None else build.quantization.of(modules)
+    if format is None:
         values = torch.empty(num_rows, num_cols, dtype=build.dtype)
         return PlainWeight(values, build.fused)
-    if isinstance(quantization, Fp8):
-        return Fp8Weight(num_rows, num_cols, build.dtype, build.fused, quantization)
-    return Int4Weight(num_rows, num_cols, build.dtype, build.fused, quantization)
+    if isinstance(format, Fp8):
+        return Fp8Weight(num_rows, num_cols, build.dtype, build.fused, format)
+    return Int4Weight(num_rows, num_cols, build.dtype, build.fused, format)
 
 
 class LinearBase(Layer):
@@ -52,7 +52,7 @@ class LinearBase(Layer):
         super().__init__()
         self.inputs, self.outputs, self.build = inputs, outputs, build
         num_rows = sum(len(rows.held) for rows in outputs.values())
-        self.weight = make_weight(num_rows, len(inputs.held), build)
+        self.weight = make_weight(num_rows, len(inputs.held), self.sources(build.path), build)
         self.bias = nn.Parameter(torch.empty(num_rows, dtype=build.dtype), False) if bias else None
 
     @property
@@ -65,17 +65,23 @@ class LinearBase(Layer):
         """The bias that this rank adds."""
         return self.bias
 
-    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+    def sources(self, path: str) -> list[str]:
+        """The paths of the checkpoint's modules that fill this layer.
+
+        Args:
+            path: path of this layer in the model.
+        """
         parent, _, own_name = path.rpartition(".")
+        return [f"{parent}.{name or own_name}".lstrip(".") for name in self.outputs]
+
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         begin = 0
-        for name, rows in self.outputs.items():
-            module = f"{parent}.{name or own_name}".lstrip(".")
+        for module, rows in zip(self.sources(path), self.outputs.values(), strict=True):
             yield from self.weight.shards(module, begin, rows, self.inputs)
             end = begin + len(rows.held)
             if self.bias is not None:
                 yield f"{module}.bias", Shard(self.bias.data[begin:end], (rows,))
-            elif self.build.quantization and self.build.quantization.method == "gptq":
-                # AutoGPTQ writes a bias for every layer.
+            elif isinstance(self.weight, Int4Weight):  # AutoGPTQ writes a bias for every layer
                 yield f"{module}.bias", ZeroShard(torch.empty(0), (rows,))
             begin = end
 

@@ -26,8 +26,8 @@ class Gemma2DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
-        self.self_attn = Qwen3Attention(config, i, rope, build)
-        self.mlp = Qwen3MLP(config, build)
+        self.self_attn = Qwen3Attention(config, i, rope, build.at("self_attn"))
+        self.mlp = Qwen3MLP(config, build.at("mlp"))
         before, behind, before_mlp, behind_mlp = self.norms
         self.add_module(before, norm(config, build, act_block=self.self_attn.qkv_proj.act_block))
         self.add_module(behind, norm(config, build))

@@ -40,7 +40,8 @@ class GptOssDecoderLayer(Qwen3DecoderLayer):
     attention_class = GptOssAttention
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
-        self.mlp = SparseMLP(config, PackedExperts(config, build), build, "router")
+        build = build.at("mlp")
+        self.mlp = SparseMLP(config, PackedExperts(config, build.at("experts")), build, "router")
 
 
 class GptOssForCausalLM(Qwen3ForCausalLM):

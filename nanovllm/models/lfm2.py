@@ -20,8 +20,9 @@ class Lfm2Attention(nn.Module):
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
         M, D = config.hidden_size, config.head_dim
-        self.qkv_proj = QKVParallelLinear(config, build)
-        self.out_proj = RowParallelLinear(config.num_attention_heads * D, M, False, build)
+        width = config.num_attention_heads * D
+        self.qkv_proj = QKVParallelLinear(config, build.at("qkv_proj"))
+        self.out_proj = RowParallelLinear(width, M, False, build.at("out_proj"))
         plain, is_last = build._replace(fused=False), i == config.num_hidden_layers - 1
         self.q_layernorm, self.k_layernorm = norm(config, plain, D), norm(config, plain, D)
         norms, scoring = (
@@ -40,9 +41,10 @@ class Lfm2MLP(MLP):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         M, I = config.hidden_size, config.intermediate_size
-        self.w2 = RowParallelLinear(I, M, False, build)
+        self.w2 = RowParallelLinear(I, M, False, build.at("w2"))
+        outputs, next_block = {"w1": I, "w3": I}, self.w2.act_block
         self.gate_up = MergedColumnParallelLinear(
-            M, {"w1": I, "w3": I}, False, build, next_block=self.w2.act_block
+            M, outputs, False, build.at("gate_up"), next_block=next_block
         )
         self.act_block = self.gate_up.act_block
 
@@ -59,12 +61,13 @@ class Lfm2DecoderLayer(nn.Module):
         super().__init__()
         self.attends = config.layers[i].rope is not None
         if self.attends:
-            self.self_attn = Lfm2Attention(config, i, rope, build)
+            self.self_attn = Lfm2Attention(config, i, rope, build.at("self_attn"))
             act_block = self.self_attn.qkv_proj.act_block
         else:
-            self.conv = ShortConv(config, i == config.num_hidden_layers - 1, build)
+            is_last = i == config.num_hidden_layers - 1
+            self.conv = ShortConv(config, is_last, build.at("conv"))
             act_block = self.conv.in_proj.act_block
-        self.feed_forward = Lfm2MLP(config, build)
+        self.feed_forward = Lfm2MLP(config, build.at("feed_forward"))
         self.operator_norm = norm(config, build, act_block=act_block)
         self.ffn_norm = norm(config, build, act_block=self.feed_forward.act_block)
 

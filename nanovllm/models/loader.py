@@ -247,8 +247,9 @@ class Matching(NamedTuple):
             )
         elif of_codes:
             problems.append(
-                "unless a file is missing, its quantisation contradicts `quantization_config`: use "
-                "a checkpoint with all linear layers and nothing else quantised, or the original "
+                "unless a file is missing, its quantisation contradicts `quantization_config`: "
+                "name the linear layers that are not quantised there, and no others "
+                "(`modules_to_not_convert`; compressed-tensors: `ignore`), or use the original "
                 "weights"
             )
         return problems

@@ -79,8 +79,8 @@ class Olmo2DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
         self.group = build.group
-        self.self_attn = self.attention_class(config, i, rope, build)
-        self.mlp = Qwen3MLP(config, build)
+        self.self_attn = self.attention_class(config, i, rope, build.at("self_attn"))
+        self.mlp = Qwen3MLP(config, build.at("mlp"))
         self.post_attention_layernorm = norm(config, build)
         self.post_feedforward_layernorm = norm(config, build)
 

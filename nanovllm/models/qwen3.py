@@ -25,8 +25,8 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         M, D, bias = config.hidden_size, config.head_dim, config.output_bias
         width, multiplier = config.num_attention_heads * D, config.residual_multiplier
-        self.qkv_proj = QKVParallelLinear(config, build)
-        self.o_proj = RowParallelLinear(width, M, bias, build, multiplier)
+        self.qkv_proj = QKVParallelLinear(config, build.at("qkv_proj"))
+        self.o_proj = RowParallelLinear(width, M, bias, build.at("o_proj"), multiplier)
         norms, is_last = None, i == config.num_hidden_layers - 1
         if config.qk_norm == "head":
             plain = build._replace(fused=False)  # on a GPU `Attention` normalises in its kernel
@@ -46,8 +46,9 @@ class Qwen3MLP(MLP):
         M, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         outputs = {"gate_proj": I, "up_proj": I}
         packed, gelu = config.packed_gate_up, ACTIVATIONS[config.hidden_act]
-        self.down_proj = RowParallelLinear(I, M, bias, build, config.residual_multiplier)
-        next_block = self.down_proj.act_block
+        multiplier = config.residual_multiplier
+        self.down_proj = RowParallelLinear(I, M, bias, build.at("down_proj"), multiplier)
+        next_block, build = self.down_proj.act_block, build.at("gate_up_proj")
         self.gate_up_proj = MergedColumnParallelLinear(
             M, outputs, bias, build, packed=packed, gelu=gelu, next_block=next_block
         )
@@ -64,13 +65,13 @@ class Qwen3DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
-        self.self_attn = self.attention_class(config, i, rope, build)
+        self.self_attn = self.attention_class(config, i, rope, build.at("self_attn"))
         self.make_mlp(config, i, build)
         self.input_layernorm = norm(config, build, act_block=self.self_attn.qkv_proj.act_block)
         self.post_attention_layernorm = norm(config, build, act_block=self.mlp.act_block)
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
-        self.mlp: MLP = Qwen3MLP(config, build)
+        self.mlp: MLP = Qwen3MLP(config, build.at("mlp"))
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual
@@ -95,9 +96,9 @@ class Qwen3Model(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config, build)
         ropes = rotary_embeddings(config, build)
-        layers = enumerate(config.layers)
         self.layers = nn.ModuleList(
-            layer_class(config, i, ropes.get(layer.rope), build) for i, layer in layers
+            layer_class(config, i, ropes.get(layer.rope), build.at(f"layers.{i}"))
+            for i, layer in enumerate(config.layers)
         )
         self.final_norm = final_norm
         self.add_module(final_norm, norm(config, build))
@@ -119,7 +120,7 @@ class Qwen3ForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         self.config = config
-        self.model = Qwen3Model(config, build, self.layer_class, self.final_norm)
+        self.model = Qwen3Model(config, build.at("model"), self.layer_class, self.final_norm)
         self.lm_head = ParallelLMHead(config, build)
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)

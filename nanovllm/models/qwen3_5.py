@@ -35,17 +35,17 @@ class Qwen3_5DecoderLayer(nn.Module):
         self.attends = config.layers[i].rope is not None
         act_block = None
         if self.attends:
-            self.self_attn = Qwen3_5Attention(config, i, rope, build)
+            self.self_attn = Qwen3_5Attention(config, i, rope, build.at("self_attn"))
             act_block = self.self_attn.qkv_proj.act_block
         else:
             is_last = i == config.num_hidden_layers - 1
-            self.linear_attn = GatedDeltaNet(config, is_last, build)
+            self.linear_attn = GatedDeltaNet(config, is_last, build.at("linear_attn"))
         self.make_mlp(config, i, build)
         self.input_layernorm = norm(config, build, act_block=act_block)
         self.post_attention_layernorm = norm(config, build, act_block=self.mlp.act_block)
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
-        self.mlp: MLP = Qwen3MLP(config, build)
+        self.mlp: MLP = Qwen3MLP(config, build.at("mlp"))
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual
@@ -63,8 +63,8 @@ class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
         if config.layers[i].is_sparse:
             assert config.experts is not None, "a dense model"
             experts = StackedExperts if config.experts.packed else NumberedExperts
-            names = "gate_proj", "up_proj", "down_proj"
-            self.mlp = SparseMLP(config, experts(config, names, build), build)
+            build = build.at("mlp")
+            self.mlp = SparseMLP(config, experts(config, build.at("experts")), build)
         else:
             super().make_mlp(config, i, build)
 

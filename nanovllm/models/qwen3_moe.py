@@ -10,9 +10,9 @@ class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
     """A layer with experts or, in some models, a dense MLP."""
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
+        build = build.at("mlp")
         if config.layers[i].is_sparse:
-            experts = NumberedExperts(config, ("gate_proj", "up_proj", "down_proj"), build)
-            self.mlp = SparseMLP(config, experts, build)
+            self.mlp = SparseMLP(config, NumberedExperts(config, build.at("experts")), build)
         else:
             self.mlp = Qwen3MLP(config, build)
 
@@ -21,7 +21,8 @@ class MixtralDecoderLayer(Qwen3DecoderLayer):
     """A layer with experts."""
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
-        experts = NumberedExperts(config, ("w1", "w3", "w2"), build)
+        build = build.at("block_sparse_moe")
+        experts = NumberedExperts(config, build.at("experts"))
         self.block_sparse_moe = self.mlp = SparseMLP(config, experts, build)
 
 

@@ -42,10 +42,11 @@ class GatedDeltaNet(StatefulLayer):
         self.num_key_heads = facts.num_key_heads // group.size
         self.num_value_heads = Hv // group.size
         self.channels = _channels(facts, build)
-        inputs, plain = Part.whole(M), build._replace(quantization=None)
-        self.in_proj = ColumnParallelLinear(inputs, _projections(facts, build), False, build)
+        inputs, own = Part.whole(M), build.at("in_proj")
+        plain = build.at("in_proj_gates")._replace(quantization=None)
+        self.in_proj = ColumnParallelLinear(inputs, _projections(facts, build), False, own)
         self.in_proj_gates = ColumnParallelLinear(inputs, _gates(facts, build), False, plain)
-        self.out_proj = RowParallelLinear(Hv * V, M, False, build)
+        self.out_proj = RowParallelLinear(Hv * V, M, False, build.at("out_proj"))
         self.conv = _parameter(len(self.channels.held), J, dtype=build.dtype)
         self.A_log, self.dt_bias = (_parameter(self.num_value_heads) for _ in range(2))
         self.norm, self.eps = _parameter(V), config.rms_norm_eps

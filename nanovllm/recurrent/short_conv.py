@@ -33,8 +33,9 @@ class ShortConv(StatefulLayer):
         self.is_last, self.build, self.taps = is_last, build, facts.kernel_size
         self.channels = Part.equal(M, build.group)
         outputs = {"in_proj": Part.packed([self.channels] * 3)}
-        self.in_proj = ColumnParallelLinear(Part.whole(M), outputs, facts.bias, build)
-        self.out_proj = RowParallelLinear(M, M, facts.bias, build)
+        own = build.at("in_proj")
+        self.in_proj = ColumnParallelLinear(Part.whole(M), outputs, facts.bias, own)
+        self.out_proj = RowParallelLinear(M, M, facts.bias, build.at("out_proj"))
         width = len(self.channels.held)
         weight = torch.empty(width, self.taps, dtype=build.dtype)
         self.weight = nn.Parameter(weight, False)

@@ -29,7 +29,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling.extras import Extras
 from nanovllm.sizing import memory
 from nanovllm.sizing.activations import max_activations
-from nanovllm.sizing.model_size import weights
+from nanovllm.sizing.model_size import model_size
 from nanovllm.startup.build import choose_build
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.utils.device import (
@@ -306,7 +306,7 @@ class Builder:
             return 0
         if self.group.size > 1:  # several divide large steps
             return 0
-        numbers = weights(self.model_config).of_token / len(self.model_config.layers)
+        numbers = model_size(self.model_config).of_token / len(self.model_config.layers)
         most = max_captured_tokens(numbers, capability(self.device.index))
         return min(most, self.config.max_num_batched_tokens)
 

@@ -23,6 +23,7 @@ import torch
 import train_tiny
 from attention_cases import CASES, Case, close, run_case
 from draws import chi_square_p
+from fp8_checkpoints import quantised_copy
 from int4_checkpoints import checkpoints as int4_checkpoints
 from process_groups import num_running
 from stand_in import CONTROLS
@@ -436,6 +437,26 @@ def test_log_probabilities_of_int4_weights(
     errors = mean_errors(str(quantised), lengths, monkeypatch, str(exact), "int4", dtype="bfloat16")
     for ours, theirs in errors.values():
         assert 0 < ours <= 1.2 * theirs, errors
+
+
+@pytest.mark.parametrize("left", ["layers.0", "self_attn", "o_proj", "mlp.down_proj"])
+def test_log_probabilities_of_layers_that_stay_in_16_bits_beside_others(
+    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others in FP8 with activations in FP8 too, for a norm and an activation to quantise; and
+    in INT4.
+    """
+    family, shape = shape_of("qwen 3")
+    says = {"modules_to_not_convert": [left]}
+    exact = make_checkpoint(tmp_path / "exact", family, **shape)
+    blocks = says | {"weight_block_size": [128, 128]}
+    fp8 = quantised_copy(exact, tmp_path / "fp8", "blocks", lambda module: left in module, blocks)
+    int4 = int4_checkpoints(tmp_path / "4", "awq", family, lambda m: left in m, says, **shape)
+    lengths = [[1], [300], list(range(300, 0, -13))]
+    for path, same, held, most in ((fp8, exact, "fp8", 16.0), (*int4, "int4", 1.2)):
+        errors = mean_errors(str(path), lengths, monkeypatch, str(same), held, dtype="bfloat16")
+        for ours, theirs in errors.values():
+            assert 0 < ours <= most * theirs, errors
 
 
 DENSE = [

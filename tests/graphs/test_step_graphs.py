@@ -40,7 +40,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.scheduling import prefixes
 from nanovllm.scheduling.prefixes import SharedPrefixes, max_tiles
 from nanovllm.sizing.memory import RESERVE
-from nanovllm.sizing.model_size import weights
+from nanovllm.sizing.model_size import model_size
 from nanovllm.startup import builder
 from nanovllm.startup.builder import Builder
 from nanovllm.tracing.step_timer import StepTimer
@@ -610,7 +610,7 @@ def test_graphs_are_for_steps_that_the_host_launches_slower_than_the_device_comp
     for name in ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"):
         (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
         config = ModelConfig.from_pretrained(str(tmp_path))
-        most[name] = max_captured_tokens(weights(config).of_token / len(config.layers), (9, 0))
+        most[name] = max_captured_tokens(model_size(config).of_token / len(config.layers), (9, 0))
     assert most == {"qwen3-0.6b": 2048, "qwen3-8b": 640, "qwen3-30b-a3b": 2048}
     assert (
         max_captured_tokens(5e8, (10, 0)) == 2 * TOKENS and max_captured_tokens(1e10, (9, 0)) == 0

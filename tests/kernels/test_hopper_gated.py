@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from attention_cases import DEVICE, needs_hopper
 
-from nanovllm.checkpoint.quantization import Fp8
+from nanovllm.checkpoint.fp8 import Fp8
 from nanovllm.compiling.rehearsal import ROWS
 from nanovllm.kernels import activation
 from nanovllm.kernels import device_features as hopper

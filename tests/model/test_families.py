@@ -6,6 +6,7 @@ Small random checkpoints in which each special feature matters, on one rank and 
 import json
 import math
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from attention_cases import HAS_CUDA
+from plain_modules import assert_layers_know_their_names
 from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -36,7 +38,8 @@ from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import HEAD_DIMS, TritonBackend
 from nanovllm.checkpoint.model_config import LayerConfig, ModelConfig
-from nanovllm.checkpoint.quantization import WHILE_LOADING, Quantization
+from nanovllm.checkpoint.modules import Modules
+from nanovllm.checkpoint.quantization import WHILE_LOADING, Quantization, Rule
 from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
@@ -278,6 +281,11 @@ def test_logprobs_are_those_of_transformers(path: Path) -> None:
             torch.testing.assert_close(torch.tensor(score.logprobs), want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
+def test_layers_know_their_names_and_sizes(path: Path) -> None:
+    assert_layers_know_their_names(path)
+
+
 # Packed tensors, biases, multipliers, norms over all heads, KV heads that several ranks have.
 DIVIDED = {"granite", "llama, biases", "olmo 2, one KV head", "gpt oss", "phi 3", "qwen 3 moe"}
 DIVIDED |= {"qwen2, tied"}
@@ -346,6 +354,40 @@ def test_fused_layers_with_fp8_weights(
     ] == NUM_PREFILLED
 
 
+# Modules that stay in 16 bits, and the products in FP8 that quantise what they multiply, because no
+# norm and no activation does: those of the embedding and of attention's outputs.
+LEFT = {
+    "o_proj": ["qkv_proj"],
+    "self_attn": [],
+    "(gate|up)_proj": ["qkv_proj", "o_proj"],
+    "down_proj": ["qkv_proj", "o_proj"],
+    "layers.0": ["o_proj"],
+    "layers.1": ["qkv_proj", "o_proj"],
+}
+
+
+@pytest.mark.parametrize("path", ["qwen3", rare("gemma 2")], indirect=True)
+@pytest.mark.parametrize("left", LEFT)
+def test_fused_layers_of_which_some_are_in_fp8(
+    path: Path, left: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm quantises where the product that follows is in FP8, and so does an activation."""
+    pytest.importorskip("triton")
+    from nanovllm.kernels.products import fp8_linear
+
+    quantize, shapes = fp8_linear.quantize, []
+    monkeypatch.setattr(
+        fp8_linear, "quantize", lambda x, n: shapes.append(x.shape) or quantize(x, n)
+    )
+    rule = Rule("ignore", Modules.named("ignore", [f"re:.*{left}"]))
+    partly = replace(WHILE_LOADING, rules=(rule,))
+    num_layers = 2 if left.startswith("layers") else 1
+    for plain, fused in compared_layers(path, torch.float16, kernel_device, partly, num_layers):
+        assert (plain - fused).norm() < 2.0**-4 * plain.norm()
+
+    assert len(shapes) == len(LEFT[left])
+
+
 @pytest.mark.parametrize("path", ["qwen 3 moe", rare("mixtral")], indirect=True)
 def test_fused_layers_with_experts_in_fp8(
     path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
@@ -379,7 +421,8 @@ def round_activations(model: torch.nn.Module) -> None:
         return torch.nn.functional.linear(rounded(x), weight.data, bias)
 
     for module in model.modules():
-        if isinstance(module, LinearBase) and module.build.quantization is not None:
+        found = module.build.quantization if isinstance(module, LinearBase) else None
+        if found is not None and found.of(module.sources(module.build.path)) is not None:
             module.weight.product = partial(product, module.weight)
 
 
@@ -393,8 +436,11 @@ def compared_layers(
     cache_dtype: torch.dtype,
     kernel_device: str,
     quantization: Quantization | None = None,
+    num_layers: int = 1,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Hidden states of a prefill and of a decode step, by plain layers and by fused ones."""
+    """Hidden states of a prefill and of a decode step, by plain layers and by fused ones: by few
+    layers, if they are quantised.
+    """
     pytest.importorskip("triton")
     from nanovllm.kernels.attention import decode_few as paged_own
 
@@ -408,7 +454,7 @@ def compared_layers(
             load_model(model, path)
             dequantize(model)
             if quantization is not None:
-                del model.model.layers[1:]
+                del model.model.layers[num_layers:]
                 if not fused:
                     round_activations(model)
             shape = 1, 64, config.num_key_value_heads, config.head_dim

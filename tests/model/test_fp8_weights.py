@@ -1,16 +1,27 @@
-"""Matrices in 8 bits: checkpoints as published, written here by hand, and quantising while loading.
+"""Matrices in 8 bits: checkpoints as published, in `fp8_checkpoints`, and quantising while loading.
 
-The oracle is transformers with the numbers that the codes mean, which this file computes.
+The oracle is transformers with the numbers that the codes mean.
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fp8_checkpoints import (
+    CHANNEL,
+    COMPRESSED,
+    E4M3,
+    EXPERTS,
+    GROUP,
+    PROJECTIONS,
+    WAYS,
+    checkpoints,
+    quantize,
+)
+from plain_modules import LISTS, OTHERS, assert_loaded
 from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,88 +39,7 @@ from checkpoints import (
     reference_logprobs,
 )
 from nanovllm import LLM
-from nanovllm.checkpoint.quantization import Fp8, read_quantization
 from nanovllm.tensors import fp8 as utils_fp8
-
-E4M3 = torch.float8_e4m3fn
-PROJECTIONS = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    *("w1", "w2", "w3"),  # Mixtral's experts
-)
-# Families whose layers are not all alike, with what their checkpoints leave as it is.
-EXPERTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "qwen3_moe": (
-        {
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
-            "mlp_only_layers": [1],
-            "num_hidden_layers": 3,
-        },
-        ["lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"],
-    ),
-    "mixtral": ({"num_local_experts": 5}, ["lm_head", "re:.*block_sparse_moe.gate$"]),
-}
-COMPRESSED: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "ignore": ["lm_head"],
-}
-CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
-GROUP = COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}}}
-# Contents of config.json, and rows and columns of a scale.
-WAYS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "blocks": ({"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}, 16, 16),
-    "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, 0, 0),
-    # As transformers' `FP8Linear` saves it (Ministral 3).
-    "tensor, inverse": ({"quant_method": "fp8", "weight_block_size": None}, 0, 0),
-    # llm-compressor writes what it did not do, too.
-    "rows": (GROUP | {"transform_config": {}, "sparsity_config": {"format": "dense"}}, 1, 0),
-}
-
-
-def quantize(
-    x: torch.Tensor, rows: int, cols: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and the numbers that these mean, one block at a time."""
-    N, K = x.shape
-    rows, cols = rows or N, cols or K
-    scales = torch.empty(math.ceil(N / rows), math.ceil(K / cols))
-    codes, numbers = torch.empty(N, K, dtype=E4M3), torch.empty(N, K)
-    for i in range(len(scales)):
-        for j in range(scales.shape[1]):
-            span = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
-            scales[i, j] = x[span].abs().max() / 448
-            codes[span] = (x[span] / scales[i, j]).to(E4M3)
-            numbers[span] = codes[span].float() * scales[i, j]
-    return codes, scales, numbers
-
-
-def checkpoints(tmp_path: Path, way: str, family: str = "qwen3") -> tuple[Path, Path]:
-    """One in 8 bits, and one with the same numbers as float32."""
-    config, rows, cols = WAYS[way]
-    shape, plain_modules = EXPERTS.get(family, ({}, []))
-    if plain_modules:
-        config = config | {"modules_to_not_convert": plain_modules}
-    exact = make_checkpoint(tmp_path / "exact", family, **shape)
-    quantised = copy_checkpoint(exact, tmp_path / "quantised", quantization_config=config)
-    tensors = load_file(exact / "model.safetensors")
-    plain, packed = dict(tensors), dict(tensors)
-    is_tensor = way.startswith("tensor")
-    name_of_scales = "weight_scale_inv" if way in ("blocks", "tensor, inverse") else "weight_scale"
-    of_activations = "input_scale" if way == "tensor" else "activation_scale"  # not read
-    for name, x in tensors.items():
-        if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight"):
-            codes, scales, plain[name] = quantize(x, rows, cols)
-            packed[name] = codes
-            shape = [] if is_tensor else list(scales.shape)
-            module = name.removesuffix("weight")
-            packed[module + name_of_scales] = scales.reshape(shape)
-            if is_tensor:
-                packed[module + of_activations] = torch.ones(())
-    save_file(plain, exact / "model.safetensors")
-    save_file(packed, quantised / "model.safetensors")
-    return quantised, exact
 
 
 @pytest.mark.parametrize("family", ["qwen3", rare("llama"), *EXPERTS])
@@ -163,25 +93,64 @@ def test_the_part_for_text_of_a_checkpoint_with_others(
         assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
+FP8_KEYS = {"blocks": "modules_to_not_convert", "tensor": "ignored_layers", "rows": "ignore"}
+PARTLY = [
+    ("blocks", "paths"),
+    ("blocks", "the first layer"),
+    ("blocks", "other spellings"),
+    ("blocks", "regular expressions"),
+    ("tensor", "the last layer"),
+    ("tensor", "a name"),
+    ("tensor", "parts"),
+    ("rows", "paths"),
+    ("rows", "paths and expressions"),
+]
+
+
+@pytest.mark.parametrize(("way", "left"), PARTLY)
+def test_layers_that_a_list_names_stay_as_they_were(way: str, left: str, tmp_path: Path) -> None:
+    names = {FP8_KEYS[way]: LISTS[left].names + OTHERS}
+    quantised, exact = checkpoints(tmp_path, way, is_plain=LISTS[left].has, says=names)
+    assert_loaded(quantised, exact)
+
+
+def test_modules_that_a_group_targets_are_quantised_alone(tmp_path: Path) -> None:
+    targets = [r"re:.*mlp\.(gate|up)_proj", "model.layers.1.self_attn.o_proj"]
+    group = {"targets": targets, "weights": CHANNEL}
+    quantised, exact = checkpoints(
+        tmp_path,
+        "rows",
+        is_plain=lambda name: not name.endswith(("gate_proj", "up_proj", "1.self_attn.o_proj")),
+        says={"config_groups": {"group_0": group}},
+    )
+    assert_loaded(quantised, exact)
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("way", "family", "names", "plain"),
     [
-        *("lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"),
-        *("re:.*mlp.gate$", "model.layers.3.mlp.router", "model.visual.blocks.0.attn.proj"),
-        *("vision_tower.transformer.layers.0.attention.q_proj", "re:.*audio_tower.layers.0.mlp"),
-        "multi_modal_projector.layers.0",
+        (
+            "blocks",
+            "qwen3_moe",
+            ["model.layers.0.mlp.experts", "layers.1"],
+            ("0.mlp.experts", "1."),
+        ),
+        ("rows", "mixtral", ["re:.*layers.1.block_sparse_moe.*"], ("1.block_sparse_moe",)),
     ],
 )
-def test_what_is_not_of_the_text_or_not_linear_may_stay_as_it_is(name: str) -> None:
-    config = GROUP | {"ignore": [name], "transform_config": None, "sparsity_config": {}}
-    found = read_quantization({"quantization_config": config})
-    assert found == Fp8((1, 0), "weight_scale", "compressed-tensors")
-
-
-@pytest.mark.parametrize("name", ["layers.0", "q_proj", "self_attn", "mlp", "moe", "experts"])
-def test_no_linear_layer_may_stay_as_it_is(name: str) -> None:
-    with pytest.raises(ValueError, match=f"`ignore` leaves {name} unquantised"):
-        read_quantization({"quantization_config": GROUP | {"ignore": [name]}})
+def test_experts_of_a_layer_stay_as_they_were(
+    way: str, family: str, names: list[str], plain: tuple[str, ...], tmp_path: Path
+) -> None:
+    key = FP8_KEYS[way]
+    names = names + EXPERTS[family][1]
+    quantised, exact = checkpoints(
+        tmp_path,
+        way,
+        family,
+        lambda module: module.removeprefix("model.layers.").startswith(plain),
+        says={"modules_to_not_convert": [], key: names},
+    )
+    assert_loaded(quantised, exact)
 
 
 @pytest.mark.usefixtures("threads")
@@ -194,6 +163,14 @@ def test_two_ranks_read_their_parts(way: str, family: str, tmp_path: Path) -> No
     with LLM(quantised, tensor_parallel_size=2, **SMALL) as llm:
         assert len(ranks_of(llm).runners) == 2
         assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("left", ["paths", "other spellings"])
+def test_two_ranks_read_what_is_quantised_and_what_is_not(left: str, tmp_path: Path) -> None:
+    says = {"modules_to_not_convert": LISTS[left].names}
+    quantised, exact = checkpoints(tmp_path, "blocks", is_plain=LISTS[left].has, says=says)
+    assert_loaded(quantised, exact, tensor_parallel_size=2)
 
 
 @pytest.mark.usefixtures("threads")
@@ -221,7 +198,7 @@ def test_numbers_are_quantised_while_they_are_loaded(
 @pytest.mark.usefixtures("threads")
 def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> None:
     quantised, _ = checkpoints(tmp_path, "blocks")
-    config = {**WAYS["blocks"][0], "weight_block_size": [128, 16]}
+    config = {**WAYS["blocks"], "weight_block_size": [128, 16]}
     edit_json(quantised / "config.json", quantization_config=config)
     with pytest.raises(ValueError, match=f"whole FP8 scale blocks \\(128 x 16\\): use {remedy}"):
         LLM(quantised, tensor_parallel_size=num_ranks, **SMALL)
@@ -239,12 +216,21 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
         (COMPRESSED, "without exactly one"),
         ("fp8", "'fp8' is not supported"),
         (
-            {"quant_method": "fp8", "ignored_layers": ["model.layers.1.mlp.down_proj"]},
-            "`ignored_layers` leaves model.layers.1.mlp.down_proj unquantised",
+            {"quant_method": "fp8", "ignored_layers": ["model.layers.1.mlp.up_proj"]},
+            r"leaves model\.layers\.1\.mlp\.up_proj in 16 bits and quantises "
+            r"model\.layers\.1\.mlp\.gate_proj, .* use a checkpoint that treats them alike",
         ),
         (
-            {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0"]},
-            "`modules_to_not_convert` leaves model.layers.0 unquantised",
+            {"quant_method": "fp8", "modules_to_not_convert": ["re:.*[qv]_proj"]},
+            r"leaves model\.layers\.0\.self_attn\.q_proj in 16 bits and quantises .*attn\.k_proj",
+        ),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": ["*.mlp"]},
+            r"`modules_to_not_convert` must have names or regular expressions, got '\*\.mlp'",
+        ),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": [7]},
+            r"`modules_to_not_convert` must be a list of modules, got \[7\]",
         ),
         (
             GROUP | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
@@ -258,8 +244,8 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
         ),
         (
             COMPRESSED
-            | {"ignore": ["re:.*moe.gate", "model.layers.1.block_sparse_moe.experts.3.w1"]},
-            "`ignore` leaves model.layers.1.block_sparse_moe.experts.3.w1 unquantised",
+            | {"config_groups": {"group_0": {"targets": ["Conv1d"], "weights": CHANNEL}}},
+            "compressed-tensors with other targets than Linear, or modules' is not",
         ),
         (
             COMPRESSED
@@ -286,7 +272,7 @@ def test_other_ways_are_refused(config: dict[str, Any], message: str, tmp_path: 
         (
             None,
             r"missing from the checkpoint: model.layers.0.mlp.up_proj.weight_scale; unless a "
-            r"file is missing, its quantisation contradicts `quantization_config`: use",
+            r"file is missing, its quantisation contradicts `quantization_config`: name the linear",
         ),
     ],
 )
@@ -299,20 +285,31 @@ def test_scales_that_are_missing_or_do_not_fit(
         LLM(quantised, **SMALL)
 
 
+def test_experts_in_one_tensor_are_never_quantised(tmp_path: Path) -> None:
+    """gpt-oss, with attention in 8 bits."""
+    shape = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    quantised, exact = checkpoints(
+        tmp_path, "rows", "gpt_oss", lambda module: "experts" in module, **shape
+    )
+    assert_loaded(quantised, exact)
+
+
 def test_experts_in_other_formats_are_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "oss", "gpt_oss", num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(ValueError, match=r"'fp8' is not supported for experts .*: leave it out"):
         LLM(path, quantization="fp8", **SMALL)
-    edit_json(path / "config.json", quantization_config=WAYS["rows"][0])
-    with pytest.raises(
-        ValueError, match=r"'compressed-.* these experts: use the original weights$"
-    ):
-        LLM(path, **SMALL)
     path = make_checkpoint(tmp_path / "mixtral", "mixtral")
     awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
     edit_json(path / "config.json", quantization_config=awq)
     with pytest.raises(
-        ValueError, match=r"'awq' is not supported for these experts: .* checkpoint in FP8$"
+        ValueError,
+        match=r"^model\.layers\.0\.block_sparse_moe\.experts: experts in INT4 are .* one in FP8,",
+    ):
+        LLM(path, **SMALL)
+    fp8 = {"quant_method": "fp8", "modules_to_not_convert": ["block_sparse_moe.experts.3.w1"]}
+    edit_json(path / "config.json", quantization_config=fp8)
+    with pytest.raises(
+        ValueError, match=r"leaves .*0\.block_sparse_moe\.experts\.3\.w1 in 16 bits and .*\.0\.w1, "
     ):
         LLM(path, **SMALL)
 

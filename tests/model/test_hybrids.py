@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import HAS_CUDA
+from fp8_checkpoints import quantised_copy
+from int4_checkpoints import checkpoints as int4_checkpoints
+from plain_modules import assert_layers_know_their_names
 from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
 
@@ -51,7 +54,7 @@ from nanovllm.models.loader import load_model
 from nanovllm.recurrent.gated_delta_net import GatedDeltaNet
 from nanovllm.recurrent.short_conv import ShortConv
 from nanovllm.sizing import memory
-from nanovllm.sizing.model_size import states, weights
+from nanovllm.sizing.model_size import model_size, states
 from nanovllm.utils.context import Context, use_context
 
 SIZES: dict[str, Any] = {
@@ -262,7 +265,10 @@ def test_published_configurations_are_read(tmp_path: Path) -> None:
     attends = LayerConfig(RopeParameters(1e7, 64), is_sparse=True)
     assert config.layers == (*[LayerConfig(None, is_sparse=True)] * 3, attends) * 10
     assert config.delta_net == DeltaNetConfig(16, 32, 128, 128, 4, by_key_head=False)
-    assert config.experts == ExpertConfig(256, 8, 512, True, False, 0.0, False, False, True)
+    names = "gate_proj", "up_proj", "down_proj"
+    assert config.experts == ExpertConfig(
+        256, 8, 512, True, False, 0.0, False, False, True, "mlp.experts", names
+    )
     assert config.attention_gate and config.norm_plus_one and config.is_part
     (tmp_path / "config.json").write_text(json.dumps(LFM2_1_2B))
     config = ModelConfig.from_pretrained(str(tmp_path))
@@ -458,6 +464,54 @@ def test_published_files_have_other_parts(
     assert_right(text, outputs)
 
 
+# What FP8 releases leave as it was, by layer.
+IN_16 = (
+    *("input_layernorm", "post_attention_layernorm", "linear_attn.conv1d", "linear_attn.norm"),
+    *("linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba", "mlp.gate"),
+    "mlp.shared_expert_gate",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        *(("qwen3.5", 1), ("qwen3.5", 2), ("qwen3.5 moe", 1), ("qwen3-next", 1)),
+        *(("lfm2, biases", 1), ("lfm2, biases", 2)),
+    ],
+)
+@pytest.mark.usefixtures("threads")
+def test_files_in_fp8_leave_some_projections_as_they_were(
+    name: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """The last layer as a whole, and all that releases leave."""
+    family, config = CHECKPOINTS[name]
+    exact = make_checkpoint(tmp_path / "exact", family, **{**SIZES, **config})
+    names = [f"model.language_model.layers.{i}.{own}" for i in range(4) for own in IN_16]
+    says = {"modules_to_not_convert": ["lm_head", "model.language_model.layers.3", *names]}
+    path = quantised_copy(
+        exact, tmp_path / "quantised", "blocks", lambda module: "layers.3." in module, says
+    )
+    with LLM(path, tensor_parallel_size=num_ranks, **OPTIONS) as llm:
+        assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+def test_experts_in_one_tensor_are_in_16_bits_whatever_the_rest_is_in(tmp_path: Path) -> None:
+    family, config = CHECKPOINTS["qwen3.5 moe"]
+    exact = make_checkpoint(tmp_path / "exact", family, **{**SIZES, **config})
+    path = quantised_copy(exact, tmp_path / "quantised", "rows", lambda module: ".mlp." in module)
+    stack_experts(path)
+    with LLM(path, **OPTIONS) as llm:
+        assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+def test_layers_with_a_state_stay_as_they_were_in_a_file_in_4_bits(tmp_path: Path) -> None:
+    path, exact = int4_checkpoints(
+        tmp_path, "awq", "qwen3_5_text", says={"modules_to_not_convert": ["linear_attn"]}, **SIZES
+    )
+    with LLM(path, **OPTIONS) as llm:
+        assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -491,11 +545,13 @@ def test_sizes_are_those_of_the_checkpoint(path: Path) -> None:
     own_head = config.tie_word_embeddings or matrices.pop("model.embed_tokens.weight")
     assert own_head
     routed = sum(size for name, size in matrices.items() if ".experts." in name)
-    found = weights(config)
+    found = model_size(config)
     gates = sum(layer.is_sparse for layer in config.layers) * config.hidden_size
     is_shared = config.experts is not None  # a row, so no matrix to `squeeze`
-    assert found.dense + found.head + found.sparse == sum(matrices.values()) + is_shared * gates
-    assert found.sparse == routed
+    counted = sum(part.dense + part.sparse for part in (found.linear, found.plain))
+    assert counted + found.head == sum(matrices.values()) + is_shared * gates
+    assert found.linear.sparse == routed and found.plain.sparse == 0
+    assert_layers_know_their_names(path)
     with LLM(path, **OPTIONS) as llm:
         assert states(config, 4).num_bytes == llm.model_runner.built.pool.sequence_bytes > 0
 

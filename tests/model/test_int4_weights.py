@@ -3,6 +3,7 @@
 The oracle is transformers with the numbers that the codes mean.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from int4_checkpoints import AWQ, GPTQ, WAYS, checkpoints, compressed, quantize
+from int4_checkpoints import AUTO_ROUND, AWQ, GPTQ, WAYS, checkpoints, compressed, quantize
+from plain_modules import LISTS, OTHERS, assert_loaded
 from ranks_in_threads import ranks_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -25,7 +27,8 @@ from checkpoints import (
 )
 from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
-from nanovllm.checkpoint.quantization import Int4, read_quantization
+from nanovllm.checkpoint.int4 import Int4
+from nanovllm.checkpoint.quantization import read_quantization
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
 from nanovllm.layers.linear import ReplicatedLinear
@@ -50,6 +53,103 @@ def test_packed_projections(tmp_path: Path) -> None:
     quantised, exact = checkpoints(tmp_path, "awq", "phi3")
     with LLM(quantised, quantization="awq", **SMALL) as llm:
         assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+IN_16 = {"bits": 16, "data_type": "fp"}
+# What config.json says, and a regular expression found in the paths of what stays as it was.
+PARTLY: dict[str, tuple[str, dict[str, Any], str]] = {
+    f"{way}, {left}": (way, {key: LISTS[left].names + OTHERS}, LISTS[left].pattern)
+    for way, key, left in (
+        ("awq", "modules_to_not_convert", "a name"),
+        ("awq", "modules_to_not_convert", "the last layer"),
+        ("gptq", "modules_to_not_convert", "parts"),
+        ("compressed", "ignore", "paths"),
+        ("compressed, zeros", "ignore", "paths and expressions"),
+        ("awq of auto-round", "modules_to_not_convert", "regular expressions"),
+    )
+} | {
+    "dynamic": (
+        "gptq",
+        {
+            "dynamic": {
+                "-:.*self_attn.*": {},
+                "-:.*mtp.*": {},
+                r"+:.*layers\.1\.": {"bits": 4, "group_size": 32},
+                r"-:model\.layers\.1\.mlp": {},  # not the first that matches
+                "+:model.visual": {"bits": 8},
+            }
+        },
+        "self_attn",
+    ),
+    "modules of a block": (
+        "gptq_v2",
+        {"modules_in_block_to_quantize": [QKV, ["mlp.down_proj"]]},
+        "o_proj|gate_proj|up_proj",
+    ),
+    "auto-round's table": (
+        "gptq of auto-round",
+        {
+            "extra_config": {
+                ".*self_attn.*": IN_16,
+                "model.language_model.layers.0.mlp.down_proj": IN_16,
+                "model.layers.1.self_attn.o_proj": {"bits": 4, "group_size": 128},
+                "model.language_model.layers.1.linear_attn.in_proj_a": IN_16,
+                "model.visual.merger": {"bits": 8},
+                "lm_head": {"data_type": "float"},
+            },
+            "block_name_to_quantize": "model.language_model.layers,model.visual.blocks",
+        },
+        r"self_attn\.[qkv]|0\.self_attn|0\.mlp\.down",
+    ),
+    "auto-round's blocks": (
+        "awq of auto-round",
+        {"to_quant_block_names": [["model.layers.1", "model.layers.2"]]},
+        r"layers\.0\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTLY)
+def test_layers_that_stay_as_they_were(case: str, tmp_path: Path) -> None:
+    way, says, pattern = PARTLY[case]
+    quantised, exact = checkpoints(
+        tmp_path, way, is_plain=lambda module: re.search(pattern, module) is not None, says=says
+    )
+    names = load_file(quantised / "model.safetensors").keys()
+    assert any(name.endswith("_proj.weight") for name in names), "none stays"
+    assert any(name.endswith(("_proj.qweight", "_proj.weight_packed")) for name in names)
+    assert_loaded(quantised, exact)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", ["compressed, paths", "awq, a name"])
+def test_two_ranks_read_what_is_quantised_and_what_is_not(case: str, tmp_path: Path) -> None:
+    way, says, pattern = PARTLY[case]
+    quantised, exact = checkpoints(
+        tmp_path, way, is_plain=lambda module: re.search(pattern, module) is not None, says=says
+    )
+    assert_loaded(quantised, exact, tensor_parallel_size=2)
+
+
+def test_a_packed_projection_stays_as_it_was(tmp_path: Path) -> None:
+    says = {"modules_to_not_convert": ["qkv_proj", "model.layers.1.mlp.gate_up_proj"]}
+    quantised, exact = checkpoints(
+        tmp_path,
+        "awq",
+        "phi3",
+        lambda module: module.endswith(("qkv_proj", "1.mlp.gate_up_proj")),
+        says,
+    )
+    assert_loaded(quantised, exact)
+
+
+def test_experts_that_stay_as_they_were_may_have_attention_in_4_bits_beside_them(
+    tmp_path: Path,
+) -> None:
+    says = {"modules_to_not_convert": ["block_sparse_moe"]}
+    quantised, exact = checkpoints(tmp_path, "awq", "mixtral", says=says, num_local_experts=3)
+    assert_loaded(quantised, exact)
 
 
 @pytest.mark.usefixtures("threads")
@@ -132,15 +232,64 @@ def test_a_checkpoint_without_a_description_is_named(tmp_path: Path) -> None:
         ({"quant_method": "awq", "w_bit": 3, "q_group_size": 128}, "'awq, 3 bits' is not"),
         (GPTQ | {"is_marlin_format": True}, "'gptq, marlin' is not supported"),
         (AWQ | {"version": None, "format": "gemv_fast"}, "'awq, version gemv_fast' is not"),
-        (AWQ | {"modules_to_not_convert": "mlp"}, "must be a list of modules, got 'mlp'"),
+        (
+            AWQ | {"group_size": 32, "modules_to_not_convert": "mlp"},
+            "must be a list of modules, got 'mlp'",
+        ),
         (GPTQ | {"group_size": -1}, "`group_size` of INT4 weights must be 32, 64 or 128, got -1"),
         (GPTQ | {"bits": 8}, "'gptq, 8 bits' is not supported"),
         (GPTQ | {"checkpoint_format": "marlin"}, "'gptq, marlin' is not supported"),
         (GPTQ | {"lm_head": True}, "'gptq, lm_head .*' is not supported"),
-        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "'gptq, dynamic .*' is not supported"),
+        (
+            GPTQ | {"group_size": 32, "dynamic": {"+:.*1.*down.*": {"bits": 8}}},
+            r"`dynamic` quantises model\.layers\.1\.mlp\.down_proj in another way .*\(`bits` 8\)",
+        ),
+        (
+            GPTQ | {"group_size": 32, "dynamic": {".*1.*down.*": {"group_size": 64}}},
+            r"`dynamic` quantises model\.layers\.1\.mlp\.down_proj .*\(`group_size` 64\)",
+        ),
+        (
+            GPTQ | {"group_size": 32, "dynamic": {"+:lm_head": {"bits": 4}}},
+            "'gptq, lm_head .*' is not supported",
+        ),
+        (GPTQ | {"group_size": 32, "dynamic": ["-:x"]}, "`dynamic` must be an object of objects"),
+        (
+            GPTQ | {"group_size": 32, "modules_in_block_to_quantize": "mlp"},
+            "`modules_in_block_to_quantize` must be a list of modules, got 'mlp'",
+        ),
+        (
+            GPTQ | {"group_size": 32, "modules_in_block_to_quantize": [QKV[:2]]},
+            r"leaves model\.layers\.0\.self_attn\.v_proj in 16 bits and quantises .*\.q_proj",
+        ),
+        (
+            AUTO_ROUND | {"group_size": 32, "extra_config": {"o_proj": {"bits": 8}}},
+            r"`extra_config` quantises model\.layers\.0\.self_attn\.o_proj .*\(`bits` 8\)",
+        ),
+        (
+            AUTO_ROUND
+            | {"group_size": 32, "extra_config": {".*1.*up": {"bits": 4, "data_type": "mx_fp"}}},
+            r"`extra_config` quantises model\.layers\.1\.mlp\.up_proj .*\(`data_type` 'mx_fp'\)",
+        ),
+        (
+            AUTO_ROUND | {"group_size": 32, "extra_config": {"lm_head": {"bits": 4}}},
+            "'auto-round, lm_head .*' is not supported",
+        ),
+        (
+            AUTO_ROUND | {"group_size": 32, "packing_format": "auto_round:llm_compressor"},
+            "'auto-round, auto_round:llm_compressor, of int, activations of 16 bits' is not",
+        ),
+        (
+            AUTO_ROUND | {"group_size": 32, "data_type": "mx_fp", "act_bits": 4},
+            "'auto-round, auto_round:auto_gptq, of mx_fp, activations of 4 bits' is not",
+        ),
+        (AUTO_ROUND | {"bits": 2, "group_size": 32}, "'auto-round, 2 bits' is not supported"),
+        (AUTO_ROUND | {"group_size": -1}, "`group_size` of INT4 .* got -1"),
         (AWQ | {"version": "gemv"}, "'awq, version gemv' is not supported"),
         (AWQ | {"zero_point": False}, "'awq, without zero points' is not supported"),
-        (AWQ | {"modules_to_not_convert": ["mlp.down_proj"]}, "leaves mlp.down_proj unquantised"),
+        (
+            AWQ | {"group_size": 32, "modules_to_not_convert": ["gate_proj"]},
+            r"leaves model\.layers\.0\.mlp\.gate_proj in 16 bits and quantises .*0\.mlp\.up_proj",
+        ),
         (compressed(num_bits=8), "'compressed-tensors, 8-bit int, strategy group' is not"),
     ],
 )
@@ -179,15 +328,15 @@ def test_without_triton_the_numbers_are_multiplied(
 def test_parts_in_16_bits(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Rows in an order of their own, the second half of the columns; zero points 0 and 15."""
     generator = torch.Generator().manual_seed(6)
-    quantization = read_quantization({"quantization_config": WAYS[way][0]})
-    assert isinstance(quantization, Int4)
+    found = read_quantization({"quantization_config": WAYS[way][0]})
+    assert found is not None and isinstance(found.format, Int4)
     N, K = 48, 256
     x = torch.randn(N, K, generator=generator)
     x[:4], x[4:8] = x[:4].abs(), -x[4:8].abs()
-    tensors, numbers = quantize(x, way, quantization.group)
+    tensors, numbers = quantize(x, way, found.format.group)
     save_file({f"m.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "t")
     rows = torch.randperm(N, generator=generator)[:29].tolist()
-    weight = Int4Weight(40, K // 2, dtype, False, quantization)
+    weight = Int4Weight(40, K // 2, dtype, False, found.format)
     cols = Part(range(K // 2, K), K)
     with safe_open(tmp_path / "t", framework="pt") as opened:
         for name, shard in weight.shards("m", 8, Part(rows, N), cols):

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import copy_checkpoint, make_checkpoint
 from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.checkpoint.fp8 import Fp8
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.quantization import WHILE_LOADING, Fp8
+from nanovllm.checkpoint.quantization import WHILE_LOADING, Quantization
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
 from nanovllm.layers.weights import fp8 as fp8_weight
@@ -132,8 +133,8 @@ def test_heads_in_int8_are_of_the_same_numbers(
     [
         ({}, True),
         ({"quantization": None}, False),
-        ({"quantization": Fp8((128, 128), "weight_scale_inv")}, False),
-        ({"quantization": Fp8((1, 0), "weight_scale", "compressed-tensors")}, False),
+        ({"quantization": Quantization(Fp8((128, 128), "weight_scale_inv"), "fp8")}, False),
+        ({"quantization": Quantization(Fp8((1, 0), "weight_scale"), "compressed-tensors")}, False),
         ({"dtype": torch.float32}, False),
         ({"fused": False}, False),
     ],

@@ -36,8 +36,11 @@ from faults import wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import harness, limits
 from nanovllm.benchmark.limits import Itemsizes
+from nanovllm.checkpoint.fp8 import Fp8
+from nanovllm.checkpoint.int4 import Int4
 from nanovllm.checkpoint.model_config import ExpertConfig, ModelConfig
-from nanovllm.checkpoint.quantization import Fp8, Int4
+from nanovllm.checkpoint.modules import Modules
+from nanovllm.checkpoint.quantization import Quantization, Rule
 from nanovllm.cli.main import main
 
 with contextlib.suppress(ImportError):  # Linux has Triton
@@ -115,16 +118,16 @@ def config_fixture(checkpoint: Path) -> ModelConfig:
 
 LAYER = 64 * (4 + 2 + 2) * 32 + 4 * 32 * 64 + 3 * 64 * 96  # q, k, v; o; gate, up, down
 HEAD = 128 * 64
-BF16 = Itemsizes(2, 2, 2)
+BF16 = Itemsizes(2, 2, 2, 2)
 
 
 @pytest.mark.parametrize(
     ("num_shared", "sizes"),
     [
         (0, BF16),
-        (8, Itemsizes(1.25, 2, 2)),
-        (0, Itemsizes(1.25, 1, 2)),
-        (0, Itemsizes(1.25, 1, 1)),
+        (8, Itemsizes(1.25, 2, 2, 2)),
+        (0, Itemsizes(1.25, 1, 2, 2)),
+        (0, Itemsizes(1.25, 1, 2, 1)),
     ],
 )
 def test_work_is_the_sum_over_tokens(
@@ -154,9 +157,31 @@ def test_work_is_the_sum_over_tokens(
     assert work.seconds(limits.Hardware(10.0, 1e30))[1] == pytest.approx(sum(steps) / 10)
 
 
+def test_work_of_layers_that_are_not_quantised(config: ModelConfig) -> None:
+    """The first layer's MLP, and all output projections: they are read in 16 bits, and multiplied
+    at the rate of these.
+    """
+    plain = Modules.named("ignore", ["model.layers.0.mlp", "o_proj"])
+    found = Quantization(Fp8((1, 0), "weight_scale"), "fp8", (Rule("ignore", plain),))
+    mixed = replace(config, quantization=found)
+    sizes = limits.itemsizes(mixed, 2, "bfloat16", "fp8")
+    num_plain = 3 * 64 * 96 + 2 * 4 * 32 * 64
+    num_fp8 = 2 * LAYER - num_plain
+    work = limits.work(mixed, sizes, [10], [2])
+    assert work.prefill_flops == 10 * (num_fp8 + 2 * num_plain) + 2 * HEAD + 2 * 2 * 4 * 32 * 100
+    assert work.step_flops == num_fp8 + 2 * num_plain + 2 * HEAD + 2 * 4 * 4 * 32 * 11
+    assert work.step_bytes == num_fp8 + 2 * num_plain + 2 * HEAD + 2 * 2 * (2 * 2 * 32) * 11
+    sizes = limits.itemsizes(mixed, 4, "float32", "none")  # dequantised
+    for found, wanted in zip(
+        limits.work(mixed, sizes, [10], [2]), limits.work(config, sizes, [10], [2]), strict=True
+    ):
+        assert found == wanted
+
+
 def test_work_of_windows_and_experts(config: ModelConfig) -> None:
     """One layer slides, the other has experts: again counted token by token."""
-    sparse = ExpertConfig(4, 2, 24, True, False, 0.0, packed=False, is_mxfp4=False)
+    names = "gate_proj", "up_proj", "down_proj"
+    sparse = ExpertConfig(4, 2, 24, True, False, 0.0, False, False, False, "mlp.experts", names)
     first, second = config.layers
     layers = replace(first, window=8), replace(second, is_sparse=True)
     mixed = replace(config, layers=layers, experts=sparse)
@@ -184,6 +209,13 @@ def test_work_of_windows_and_experts(config: ModelConfig) -> None:
     assert work.prefill_flops == prefill
     assert work.step_flops.tolist() == flops
     assert work.step_bytes.tolist() == sizes
+    in_fp8 = limits.work(mixed, Itemsizes(2, 1, 2, 2), prompts, outputs, num_shared)
+    halves = LAYER + attention + 2 * expert  # but the router
+    assert in_fp8.prefill_flops == prefill - halves * sum(n - num_shared for n in prompts)
+    halves = [LAYER + attention + (4 - 4 * 0.5**n) * expert for n in (2, 2, 1)]
+    assert in_fp8.step_bytes.tolist() == [
+        size - half for size, half in zip(sizes, halves, strict=True)
+    ]
 
 
 def test_limits_of_the_published_shapes(
@@ -228,11 +260,13 @@ def test_roofline_of_any_checkpoint_and_workload(
 def test_a_checkpoint_in_8_bits_keeps_its_head(config: ModelConfig) -> None:
     """A head in INT8 is of models that were quantised while they were loaded."""
     assert limits.itemsizes(config, 2, "bfloat16", "none") == BF16
-    assert limits.itemsizes(config, 2, "float8_e4m3fn", "fp8") == (1 + 1 / 32, 1, 1, 2)
-    published = replace(config, quantization=Fp8((128, 128), "weight_scale_inv"))
-    assert limits.itemsizes(published, 2, "bfloat16", "fp8") == (2, 1, 2, 2)
-    published = replace(config, quantization=Int4(32, "qweight", "scales", "qzeros"))
-    assert limits.itemsizes(published, 2, "bfloat16", "int4") == (2, 0.5 + 4 / 32, 2, 2)
+    assert limits.itemsizes(config, 2, "float8_e4m3fn", "fp8") == (1 + 1 / 32, 1, 2, 1, 2)
+    fp8 = Quantization(Fp8((128, 128), "weight_scale_inv"), "fp8")
+    published = replace(config, quantization=fp8)
+    assert limits.itemsizes(published, 2, "bfloat16", "fp8") == (2, 1, 2, 2, 2)
+    int4 = Quantization(Int4(32, "qweight", "scales", "qzeros"), "gptq")
+    published = replace(config, quantization=int4)
+    assert limits.itemsizes(published, 2, "bfloat16", "int4") == (2, 0.5 + 4 / 32, 2, 2, 2)
 
 
 def test_unknown_hardware_has_no_limit() -> None:

@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.attention.torch_backend import TorchBackend
-from nanovllm.checkpoint.quantization import Fp8
+from nanovllm.checkpoint.fp8 import Fp8
+from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.distributed import bulk
 from nanovllm.distributed.bulk import BulkExchange, Gathered, part_of
 from nanovllm.distributed.group import Group
@@ -126,7 +127,8 @@ def test_rows_of_large_steps(
     """
     block = None if act_block is None else (128, 128) if act_block else (1, 0)
     how = Build(DTYPE, True, Group(), TorchBackend(), 64)
-    build = how if block is None else how._replace(quantization=Fp8(block, "scale"))
+    quantization = None if block is None else Quantization(Fp8(block, "scale"), "fp8")
+    build = how._replace(quantization=quantization)
     exchanges = exchanges_of(size)
     project = ColumnParallelLinear(Part.whole(M), {"": Part.whole(128)}, False, build)
     gated = MergedColumnParallelLinear(M, {"gate": 128, "up": 128}, False, build)

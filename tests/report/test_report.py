@@ -133,9 +133,9 @@ def test_times_of_requests(path: Path) -> None:
 # -- the roofline ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1.25, 1, 1), (2, 0.53, 2)])
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (1.25, 1, 2, 1), (2, 0.53, 2, 2)])
 def test_least_time_of_steps_is_that_of_the_workload(
-    sizes: tuple[float, float, float], path: Path
+    sizes: tuple[float, float, float, float], path: Path
 ) -> None:
     """For sequences that all start at once, what `limits.work` has for the whole of it."""
     config = model_config(H200["config"])

@@ -1,6 +1,6 @@
 """`Fp8Weight`: the matrix of a product in 8 bits, and the shards of checkpoints that fill it.
 
-A value is a code (e4m3) times the scale of its block. See `checkpoint/quantization.py`.
+A value is a code (e4m3) times the scale of its block. See `checkpoint/fp8.py`.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.quantization import Fp8
+from nanovllm.checkpoint.fp8 import Fp8
 from nanovllm.layers.weights.quantized import QuantizedWeight
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.tensors.fp8 import FP8, LARGEST, LARGEST_INT8, PART, Codes
@@ -87,7 +87,7 @@ class Fp8Weight(QuantizedWeight):
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
         fused: see `Weight`.
-        quantization: format of the checkpoint.
+        format: format of the checkpoint.
 
     Attributes:
         data: [N, K] `FP8`, codes.
@@ -98,12 +98,12 @@ class Fp8Weight(QuantizedWeight):
     name = "fp8"
 
     def __init__(
-        self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, quantization: Fp8
+        self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, format: Fp8
     ) -> None:
         super().__init__(dtype, fused)
-        rows, cols = quantization.block
+        rows, cols = format.block
         self.block = rows or 1, cols or num_cols
-        self.quantization = quantization
+        self.format = format
         self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=FP8), False)
         counts = [-(-n // size) for n, size in zip((num_rows, num_cols), self.block, strict=True)]
         self.scales = nn.Parameter(torch.empty(counts, dtype=torch.float32), False)
@@ -120,13 +120,13 @@ class Fp8Weight(QuantizedWeight):
     ) -> Iterator[tuple[str, Shard]]:
         end, size = begin + len(rows.held), self.block[0]
         codes, scales = self.data.data[begin:end], self.scales.data[begin // size : -(-end // size)]
-        if not self.quantization.scale:
+        if not self.format.scale:
             yield f"{module}.weight", QuantizingShard(codes, (rows, cols), scales)
             return
         yield f"{module}.weight", CodesShard(codes, (rows, cols))
-        if self.quantization.block == (0, 0):
+        if self.format.block == (0, 0):
             parts: tuple[Part, ...] = Part.whole(1), Part.whole(1)
-        elif self.quantization.block[1] == 0:
+        elif self.format.block[1] == 0:
             parts = rows, Part.whole(1)
         else:
             if begin % size:
@@ -135,7 +135,7 @@ class Fp8Weight(QuantizedWeight):
                 _blocks(rows, size, module, self.block),
                 _blocks(cols, self.block[1], module, self.block),
             )
-        yield f"{module}.{self.quantization.scale}", ScalesShard(scales, parts)
+        yield f"{module}.{self.format.scale}", ScalesShard(scales, parts)
 
     @property
     def codes(self) -> Codes:

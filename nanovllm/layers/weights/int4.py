@@ -1,7 +1,7 @@
 """`Int4Weight`: the matrix of a product in 4 bits, and the shards of checkpoints that fill it.
 
 A value is a code minus the zero point of its group, times the group's scale. Checkpoints pack eight
-codes, or zero points, into an int32 (`quantization.Int4`).
+codes, or zero points, into an int32 (`checkpoint/int4.py`).
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.quantization import Int4
+from nanovllm.checkpoint.int4 import Int4
 from nanovllm.layers.weights.quantized import QuantizedWeight
 from nanovllm.layers.weights.shard import Part, Shard, UnheldShard
 from nanovllm.tensors.int4 import OFFSETS, PLANES, ZERO, Int4Codes, pack, plane_size
@@ -158,7 +158,7 @@ class Int4Weight(QuantizedWeight):
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
         fused: see `Weight`.
-        quantization: format of the checkpoint.
+        format: format of the checkpoint.
 
     Attributes:
         data, scales: see `Int4Codes`.
@@ -167,10 +167,10 @@ class Int4Weight(QuantizedWeight):
     name = "int4"
 
     def __init__(
-        self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, quantization: Int4
+        self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, format: Int4
     ) -> None:
         super().__init__(dtype, fused)
-        self.quantization, group = quantization, quantization.group
+        self.format, group = format, format.group
         # `shards` refuses columns that are not whole groups.
         data = torch.empty(num_rows, -(-num_cols // group) * group // PLANES, dtype=torch.int16)
         scales = torch.empty(-(-num_cols // group), num_rows, 2, dtype=dtype)
@@ -183,12 +183,12 @@ class Int4Weight(QuantizedWeight):
 
     @property
     def codes(self) -> Int4Codes:
-        return Int4Codes(self.data, self.scales, self.quantization.group)
+        return Int4Codes(self.data, self.scales, self.format.group)
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part
     ) -> Iterator[tuple[str, Shard]]:
-        how, end = self.quantization, begin + len(rows.held)
+        how, end = self.format, begin + len(rows.held)
         assert isinstance(cols.held, range), "ranks divide columns evenly"
         if len(cols.held) % how.group:
             remedy = "" if cols.total % how.group else "another tensor_parallel_size, or "

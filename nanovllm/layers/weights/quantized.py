@@ -105,6 +105,8 @@ def _has_no_kernels(module: nn.Module) -> TypeGuard[QuantizedWeight]:
 
 
 def held_in(model: nn.Module) -> str:
-    """The format of a model's matrices in memory: "fp8" or "int4"; "none": all are of its dtype."""
+    """The format of a model's quantised matrices in memory, "fp8" or "int4"; others are of its
+    dtype, as all are with "none".
+    """
     names = (module.name for module in model.modules() if isinstance(module, QuantizedWeight))
     return next(names, "none")

@@ -1,0 +1,125 @@
+"""`Modules`: the modules that a list in config.json means.
+
+A module is known by its path in the model. Files spell the beginning of a path in four ways
+(`PREFIXES`), and a list need not agree with the tensors beside it, so all four mean the same.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# Prefixes of the text model: in checkpoints with other parts, without, and without a head.
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+SPECIAL = frozenset("*+?^$()[]{}|\\")  # characters that make a name a regular expression
+MARK = "re:"  # of regular expressions in compressed-tensors
+
+
+@dataclass(frozen=True)
+class Modules:
+    """A set of modules.
+
+    Attributes:
+        paths: paths of modules, without `PREFIXES`.
+        parts: neighbouring components of paths, such as "layers.0", "mlp.gate" and "q_proj", for
+            all modules that have them in their paths, in this order; "": all modules.
+        patterns: regular expressions for all modules in whose path, in any spelling, one is found.
+    """
+
+    paths: frozenset[str] = frozenset()
+    parts: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
+
+    @classmethod
+    def named(cls, key: str, names: Any) -> "Modules":
+        """The modules of a list like `modules_to_not_convert`. Its names are paths, parts of
+        paths, or regular expressions that match a path from its beginning up to a dot or its end.
+
+        Args:
+            key: name of the list in config.json.
+            names: its value.
+
+        Raises:
+            ValueError: if it is no such list.
+        """
+        _check_names(key, names)
+        return cls(
+            parts=frozenset(_without_prefix(name) for name in names if not is_pattern(name)),
+            patterns=tuple(_pattern(key, name) for name in names if is_pattern(name)),
+        )
+
+    @classmethod
+    def exactly(cls, key: str, names: Any) -> "Modules":
+        """The modules of a list of compressed-tensors: paths, regular expressions behind "re:" that
+        match the beginning of a path, or "Linear" for all.
+        """
+        _check_names(key, names)
+        return cls(
+            paths=frozenset(_without_prefix(name) for name in names if not name.startswith(MARK)),
+            parts=frozenset([""] if "Linear" in names else []),
+            patterns=tuple(_pattern(key, name) for name in names if name.startswith(MARK)),
+        )
+
+    @classmethod
+    def found_by(cls, key: str, pattern: str) -> "Modules":
+        """The modules in whose path a regular expression is found."""
+        return cls(patterns=(_checked(key, pattern, pattern),))
+
+    def __contains__(self, path: object) -> bool:
+        own = _without_prefix(str(path))
+        if own in self.paths or (self.parts and any(part in self.parts for part in _parts(own))):
+            return True
+        return any(
+            re.search(pattern, prefix + own) for pattern in self.patterns for prefix in PREFIXES
+        )
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name in a list is a regular expression."""
+    return name.startswith(MARK) or not SPECIAL.isdisjoint(name)
+
+
+def flat(names: Any) -> Iterator[Any]:
+    """The elements of nested lists."""
+    for name in names:
+        if isinstance(name, list):
+            yield from flat(name)
+        else:
+            yield name
+
+
+def _check_names(key: str, names: Any) -> None:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json: `{key}` must be a list of modules, got {names!r}")
+
+
+def _without_prefix(path: str) -> str:
+    path = path.strip(".") + "."
+    return path[len(next(filter(path.startswith, PREFIXES))) :].rstrip(".")
+
+
+def _parts(path: str) -> Iterator[str]:
+    """All sequences of neighbouring components of a path."""
+    names = path.split(".")
+    yield ""
+    for begin in range(len(names)):
+        for end in range(begin, len(names)):
+            yield ".".join(names[begin : end + 1])
+
+
+def _pattern(key: str, name: str) -> str:
+    """The regular expression to search for that a name in a list stands for."""
+    if name.startswith(MARK):
+        name = name.removeprefix(MARK)
+        return _checked(key, name, rf"\A(?:{name})")
+    return _checked(key, name, rf"\A(?:{name})(?:(?<=\.)|(?=\.|\Z))")
+
+
+def _checked(key: str, name: str, pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"config.json: `{key}` must have names or regular expressions, got {name!r}: {error}"
+        ) from None
+    return pattern
