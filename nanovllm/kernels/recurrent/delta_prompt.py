@@ -88,7 +88,6 @@ def prompts(
     v = torch.empty(T, Hv, V, dtype=dtype, device=device)  # then the outputs
     inverses, scores = torch.empty(2, T, Hv, CHUNK.value, dtype=dtype, device=device)
     factors = torch.empty(3, Hv, T, dtype=torch.float32, device=device)
-    out = torch.empty(T, Hv * V, dtype=mixed.dtype, device=device)
     sizes: dict[str, Any] = {"Hk": Hk, "Hv": Hv, "K": K} | pdl_options(mixed)
     channels: dict[str, Any] = {"V": V, "J": J}
     precision = "ieee" if half or torch.version.hip is not None else "tf32x3"
@@ -112,8 +111,18 @@ def prompts(
         BLOCK_C=next_power_of_2(cdiv(C, Hv * parts)),
         num_stages=3 if deep else 1, **products, **channels,
     )  # fmt: skip
+    return _gated_norm(v, mixed, layer, cu_seqlens_q)
+
+
+def _gated_norm(
+    o: torch.Tensor, mixed: torch.Tensor, layer: DeltaNet, cu_seqlens_q: torch.Tensor
+) -> torch.Tensor:
+    """The outputs [T, Hv, V] of the heads, in units of UNIT, normalised and gated: [T, Hv V]."""
+    T, Hv, V = o.shape
+    out = torch.empty(T, Hv * V, dtype=mixed.dtype, device=mixed.device)
     _delta_norm_kernel[(Hv, cdiv(T, NORM_ROWS))](
-        v, mixed, layer.norm, cu_seqlens_q, out, UNIT.value, layer.eps, mixed.stride(0), P, T,
-        Hv=Hv, V=V, C=C, ROWS=NORM_ROWS, num_warps=4, **pdl_options(mixed),
+        o, mixed, layer.norm, cu_seqlens_q, out, UNIT.value, layer.eps, mixed.stride(0),
+        len(cu_seqlens_q) - 1, T,
+        Hv=Hv, V=V, C=len(layer.conv), ROWS=NORM_ROWS, num_warps=4, **pdl_options(mixed),
     )  # fmt: skip
     return out
