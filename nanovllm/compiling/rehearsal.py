@@ -131,6 +131,8 @@ class Rehearsal:
     def other_steps(self) -> None:
         """Rehearse steps that only some requests cause."""
         with self._one_block():
+            if self._pool.rows is not None and self._pool.sequence_bytes:
+                self._pool.rows.copy(np.zeros((2, 1), np.int32))
             self._prompts()
             for size in self._batches[1:] if self._members else ():
                 self._decodes(Shape(size, shares=True))

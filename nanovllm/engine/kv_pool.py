@@ -14,8 +14,8 @@ from torch import nn
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Per, State, StatefulLayer
+from nanovllm.recurrent.state_rows import StateRows
 from nanovllm.sizing import memory
-from nanovllm.utils.arrays import Int32
 from nanovllm.utils.integers import cdiv
 from nanovllm.windows.pages import max_blocks_of_one, num_slabs
 from nanovllm.windows.places import divide_pages
@@ -47,6 +47,7 @@ class KVCachePool:
             of so many do not fit.
         block_bytes: bytes of a block of each kind, on this rank.
         sequence_bytes: bytes of a sequence in all layers, beside its blocks.
+        rows: the rows by sequence, once allocated.
     """
 
     def __init__(
@@ -57,7 +58,6 @@ class KVCachePool:
         self._config, self.group, self._device = config, group, device
         self.max_num_seqs = config.max_num_seqs
         self.num_rows = config.max_num_seqs + 1
-        self._rows: list[torch.Tensor] = []
         by_block = [_of(states, Per.BLOCK) for _, states in self._layers]
         self._plan = divide_pages(by_block)
         self.kinds = self._plan.kinds
@@ -69,6 +69,7 @@ class KVCachePool:
                 self._places.setdefault(place[0], states)
         self._page_bytes = sum(map(_row_bytes, self._places.values()))
         self.num_blocks = 0
+        self.rows: StateRows | None = None
         self.block_bytes = self._page_bytes * sum(kind.pages for kind in self.kinds)
         self.sequence_bytes = sum(_row_bytes(_of(s, Per.SEQUENCE)) for _, s in self._layers)
 
@@ -170,30 +171,25 @@ class KVCachePool:
         for layer, states in self._layers:
             own = _of(states, Per.SEQUENCE)
             wanted |= {(layer, name): (state, rows) for name, state in own.items()}
-        tensors = self._zeros(wanted)
+        piece, tensors = self._zeros(wanted)
         for (layer, states), where in zip(self._layers, self._plan.places, strict=True):
             bound = {name: tensors[layer, name] for name in _of(states, Per.SEQUENCE)}
             if where is not None:
                 place, page = where
                 bound |= {name: tensors[place, name][page:] for name in self._places[place]}
             layer.bind(**bound)
-        self._rows = [
+        by_sequence = [
             tensors[layer, name]
             for layer, states in self._layers
             for name in _of(states, Per.SEQUENCE)
         ]
+        self.rows = StateRows(piece, by_sequence)
         self.num_blocks = num_blocks
-
-    def copy_rows(self, pairs: Int32) -> None:
-        """Copy states of sequences from rows to rows: [2, n]."""
-        sources, targets = torch.from_numpy(pairs.astype(np.int64)).to(self._device)
-        for rows in self._rows:
-            rows[targets] = rows[sources]
 
     def _zeros(
         self, wanted: dict[tuple[Any, str], tuple[State, int]]
-    ) -> dict[tuple[Any, str], torch.Tensor]:
-        """Tensors of these states, with so many rows each, in one piece of memory."""
+    ) -> tuple[torch.Tensor, dict[tuple[Any, str], torch.Tensor]]:
+        """One piece of memory, and tensors of these states in it, with so many rows each."""
         num_bytes = sum(_room(state, count) for state, count in wanted.values())
         if self._device.type == "cpu":
             # numpy's zeros take physical memory only where they are written; torch's everywhere.
@@ -205,7 +201,7 @@ class KVCachePool:
             used = piece[begin : begin + count * state.row_bytes]
             tensors[key] = used.view(state.dtype).view(count, *state.shape)
             begin += _room(state, count)
-        return tensors
+        return piece, tensors
 
     def num_bytes(self, num_blocks: int) -> int:
         """Bytes of so many blocks, and of the rows by sequence."""
@@ -227,7 +223,7 @@ class KVCachePool:
 
     def free(self) -> None:
         """Have no blocks."""
-        self.num_blocks, self._rows = 0, []
+        self.num_blocks, self.rows = 0, None
         for layer, states in self._layers:
             empty = {name: torch.empty(0, dtype=state.dtype) for name, state in states.items()}
             layer.bind(**empty)

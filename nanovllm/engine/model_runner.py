@@ -21,6 +21,7 @@ from nanovllm.layers.weights.quantized import held_in
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling.controls import Controls
 from nanovllm.tracing.step_timer import Span, StepTimer
+from nanovllm.utils.arrays import Int32
 from nanovllm.utils.cpu_wait import CpuWait
 from nanovllm.utils.device import capturing, computing_on, wait_for_device
 
@@ -112,7 +113,7 @@ class ModelRunner:
         self._num_shared_steps += batch.prefixes is not None
         with computing_on(device):
             if plan.loads.size:
-                self.built.pool.copy_rows(plan.loads)
+                self._copy_states(plan.loads)
             every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
             computed = None
             if self.graphs is not None and not every_row:
@@ -123,9 +124,15 @@ class ModelRunner:
                     self.timer.begin()
                 computed = self.built.step.run_model(inputs)
             if plan.saves.size:
-                self.built.pool.copy_rows(plan.saves)
+                self._copy_states(plan.saves)
         span = None if self.timer is None else self.timer.span
         return LaunchedStep(plan, batch, computed, span, began)
+
+    def _copy_states(self, pairs: Int32) -> None:
+        """Copy states of sequences: [2, n], rows to copy from and to."""
+        rows = self.built.pool.rows
+        assert rows is not None, "the pool has no memory"
+        rows.copy(pairs)
 
     def finish(self, step: LaunchedStep, controls: Controls | None) -> PendingTokens:
         """Sample the rows with controls again, and send the step's results to the host.

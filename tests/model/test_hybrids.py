@@ -321,7 +321,7 @@ class Steps:
         pool = KVCachePool(self.model, options, Group(), torch.device(device))
         pool.allocate(5)
         self.device, self.before = device, (0, 0)
-        for state in pool._rows:
+        for state in pool.rows.states:
             state.fill_(torch.nan)  # no sequence reads it
         self.hidden = [self.step(lengths) for lengths in self.lengths]
 

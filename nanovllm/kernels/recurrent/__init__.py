@@ -1,4 +1,4 @@
 """Kernels of layers with a state for each sequence: Gated DeltaNet, short convolutions.
 
-Doors: `delta_decode` and `delta_prompt`; `short_conv`.
+Doors: `delta_decode` and `delta_prompt`; `short_conv`; `copies`.
 """
