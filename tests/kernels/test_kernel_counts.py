@@ -54,6 +54,7 @@ MODELS = {
         num_layers=5,
         shape="qwen3-0.6b",
     ),
+    "qwen3.5-35b-a3b": Model({"max_model_len": 4096}, 35, 32, num_layers=4),
     "gemma-3-4b": Model({"max_model_len": 16384}, 25, 22, num_layers=7),  # one of them is global
 }
 
