@@ -29,7 +29,7 @@ from nanovllm.kernels.recurrent.rows import _delta_convolve_kernel, _delta_norm_
 from nanovllm.tensors.delta_net import DeltaNet, DeltaState
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-CONVOLVED_ROWS, NORM_ROWS = 32, 16  # tokens of a program
+CONVOLVED, NORMALISED = 4096, 2048  # numbers that a program of the first and the last has at once
 SCANNED_ROWS = 32  # of a state; of a model in float32 half of them
 FEW_PROGRAMS = 132  # multiprocessors of an H100: up to so many have one to themselves
 
@@ -94,26 +94,29 @@ def prompts(
     precision = "ieee" if half or torch.version.hip is not None else "tf32x3"
     products = sizes | {"PRECISION": precision, "num_warps": 4}
     strides = mixed.stride(0), ba.stride(0)
-    _delta_convolve_kernel[(2 * Hk + Hv, CHUNK.value // CONVOLVED_ROWS, N)](
+    ROWS = min(CHUNK.value, CONVOLVED // max(K, V))
+    _delta_convolve_kernel[(2 * Hk + Hv, CHUNK.value // ROWS, N)](
         mixed, ba, layer.conv, state.tail, slots, cu_seqlens_q, cu_seqlens_k, chunks, qk, v,
-        UNIT.value, *strides, T,
-        CHUNK=CHUNK.value, ROWS=CONVOLVED_ROWS, num_warps=4, **sizes, **channels,
+        UNIT.value, *strides, T, ROWS=ROWS, num_warps=4, **sizes, **channels,
     )  # fmt: skip
     _delta_chunk_kernel[(Hv, N)](
         ba, layer.A_log, layer.dt_bias, cu_seqlens_q, chunks, qk, inverses, scores, factors,
-        ba.stride(0), T, BLOCK_K=K if half else min(K, 32), num_stages=1, **products,
+        ba.stride(0), T, BLOCK_K=min(K, 128 if half else 32), num_stages=1, **products,
     )  # fmt: skip
     BLOCK_V = min(V, SCANNED_ROWS if half else SCANNED_ROWS // 2)
     parts = V // BLOCK_V
-    deep = P * Hv * parts <= FEW_PROGRAMS and half and has_room(mixed)
+    num_stages = 1  # several programs on a multiprocessor hide what one waits for
+    if P * Hv * parts <= FEW_PROGRAMS and half and has_room(mixed):
+        num_stages = 3 if K <= 128 else 2
     _delta_scan_kernel[(parts, Hv, P)](
         mixed, *state, slots, cu_seqlens_q, cu_seqlens_k, qk, v, inverses, scores, factors,
         mixed.stride(0), T, J_PAD=next_power_of_2(J), BLOCK_V=BLOCK_V,
         BLOCK_C=next_power_of_2(cdiv(C, Hv * parts)),
-        num_stages=3 if deep else 1, **products, **channels,
+        num_stages=num_stages, **products, **channels,
     )  # fmt: skip
-    _delta_norm_kernel[(Hv, cdiv(T, NORM_ROWS))](
+    ROWS = NORMALISED // V
+    _delta_norm_kernel[(Hv, cdiv(T, ROWS))](
         v, mixed, layer.norm, cu_seqlens_q, out, UNIT.value, layer.eps, mixed.stride(0), P, T,
-        Hv=Hv, V=V, C=C, ROWS=NORM_ROWS, num_warps=4, **pdl_options(mixed),
+        Hv=Hv, V=V, C=C, ROWS=ROWS, num_warps=4, **pdl_options(mixed),
     )  # fmt: skip
     return out
