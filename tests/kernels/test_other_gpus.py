@@ -44,7 +44,7 @@ DEPENDENT_LAUNCH, TILE_COPY = "griddepcontrol", "cp.async.bulk.tensor"  # in PTX
 # steps, states that no other kernel of the layer writes in this step, or scales of weights.
 WEIGHTS = {
     *("weight_ptr", "words_ptr", "bias_ptr", "q_weight_ptr", "k_weight_ptr", "cos_sin_ptr"),
-    *("norm_ptr", "A_log_ptr", "dt_bias_ptr"),
+    *("conv_ptr", "norm_ptr", "A_log_ptr", "dt_bias_ptr"),
 }
 METADATA = {
     *("tables_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "ids_ptr", "cu_q_ptr", "cu_k_ptr"),
@@ -52,7 +52,7 @@ METADATA = {
 }
 OF_SOME = {
     "_own_decode_kernel": {"k_cache_ptr", "v_cache_ptr", "k_exponents_ptr", "v_exponents_ptr"},
-    "_delta_decode_kernel": {"memory_ptr"},
+    "_delta_decode_kernel": {"memory_ptr", "tail_ptr"},
     "_delta_scan_kernel": {"memory_ptr"},
     "_fp8_tiles_kernel": {"scales_ptr"},
     "_int8_tiles_kernel": {"scales_ptr"},

@@ -25,6 +25,7 @@ from nanovllm.kernels.recurrent.chunks import (
     _delta_chunk_kernel,
     _delta_scan_kernel,
 )
+from nanovllm.kernels.recurrent.formulas import check_layout
 from nanovllm.kernels.recurrent.rows import _delta_convolve_kernel, _delta_norm_kernel
 from nanovllm.tensors.delta_net import DeltaNet, DeltaState
 from nanovllm.utils.integers import cdiv, next_power_of_2
@@ -55,6 +56,15 @@ def chunks_of(cu_seqlens_q: torch.Tensor, T: int) -> torch.Tensor:
     return torch.stack([prompt.where(there, -1), first], 1).int()
 
 
+def _scan_stages(mixed: torch.Tensor, num_programs: int, K: int) -> int:
+    """Chunks that are on their way at a time. Of several programs on a multiprocessor, others
+    compute while one waits.
+    """
+    if num_programs > FEW_PROGRAMS or mixed.element_size() == 4 or not has_room(mixed):
+        return 1
+    return 3 if K <= 128 else 2
+
+
 def prompts(
     mixed: torch.Tensor,
     ba: torch.Tensor,
@@ -78,11 +88,8 @@ def prompts(
         [T, Hv V], 0 in padding.
     """
     T, P, (Hv, V, K), (C, J) = len(mixed), len(slots), state.memory.shape[1:], layer.conv.shape
-    Hk, N, device = layer.num_key_heads, len(chunks), mixed.device
-    assert mixed.stride(1) == ba.stride(1) == 1 and mixed.shape[1] == C + Hv * V
-    assert state.tail.is_contiguous() and state.memory.is_contiguous()
-    assert state.tail.dtype == mixed.dtype, "the kernels read either through one pointer"
-    half = mixed.dtype != torch.float32
+    Hk, N, device, half = layer.num_key_heads, len(chunks), mixed.device, mixed.element_size() == 2
+    check_layout(mixed, ba, layer, state)
     dtype = torch.float16 if half else torch.float32
     qk = torch.empty(2, T, Hk, K, dtype=dtype, device=device)
     v = torch.empty(T, Hv, V, dtype=dtype, device=device)  # then the outputs
@@ -93,11 +100,10 @@ def prompts(
     channels: dict[str, Any] = {"V": V, "J": J}
     precision = "ieee" if half or torch.version.hip is not None else "tf32x3"
     products = sizes | {"PRECISION": precision, "num_warps": 4}
-    strides = mixed.stride(0), ba.stride(0)
     ROWS = min(CHUNK.value, CONVOLVED // max(K, V))
     _delta_convolve_kernel[(2 * Hk + Hv, CHUNK.value // ROWS, N)](
         mixed, ba, layer.conv, state.tail, slots, cu_seqlens_q, cu_seqlens_k, chunks, qk, v,
-        UNIT.value, *strides, T, ROWS=ROWS, num_warps=4, **sizes, **channels,
+        UNIT.value, mixed.stride(0), ba.stride(0), T, ROWS=ROWS, num_warps=4, **sizes, **channels,
     )  # fmt: skip
     _delta_chunk_kernel[(Hv, N)](
         ba, layer.A_log, layer.dt_bias, cu_seqlens_q, chunks, qk, inverses, scores, factors,
@@ -105,14 +111,11 @@ def prompts(
     )  # fmt: skip
     BLOCK_V = min(V, SCANNED_ROWS if half else SCANNED_ROWS // 2)
     parts = V // BLOCK_V
-    num_stages = 1  # several programs on a multiprocessor hide what one waits for
-    if P * Hv * parts <= FEW_PROGRAMS and half and has_room(mixed):
-        num_stages = 3 if K <= 128 else 2
     _delta_scan_kernel[(parts, Hv, P)](
         mixed, *state, slots, cu_seqlens_q, cu_seqlens_k, qk, v, inverses, scores, factors,
         mixed.stride(0), T, J_PAD=next_power_of_2(J), BLOCK_V=BLOCK_V,
         BLOCK_C=next_power_of_2(cdiv(C, Hv * parts)),
-        num_stages=num_stages, **products, **channels,
+        num_stages=_scan_stages(mixed, P * Hv * parts, K), **products, **channels,
     )  # fmt: skip
     ROWS = NORMALISED // V
     _delta_norm_kernel[(Hv, cdiv(T, ROWS))](
