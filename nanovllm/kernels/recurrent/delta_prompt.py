@@ -32,7 +32,7 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 
 CONVOLVED, NORMALISED = 4096, 2048  # numbers that a program of the first and the last has at once
 SCANNED_ROWS = 32  # of a state; of a model in float32 half of them
-FEW_PROGRAMS = 132  # multiprocessors of an H100: up to so many have one to themselves
+MULTIPROCESSORS = 132  # of an H100
 
 
 def chunks_of(cu_seqlens_q: torch.Tensor, T: int) -> torch.Tensor:
@@ -57,12 +57,14 @@ def chunks_of(cu_seqlens_q: torch.Tensor, T: int) -> torch.Tensor:
 
 
 def _scan_stages(mixed: torch.Tensor, num_programs: int, K: int) -> int:
-    """Chunks that are on their way at a time. Of several programs on a multiprocessor, others
-    compute while one waits.
+    """Number of chunks in shared memory at a time: as many as there is room for if each of the
+    programs shall run at once. Of several on a multiprocessor, others compute while one waits.
     """
-    if num_programs > FEW_PROGRAMS or mixed.element_size() == 4 or not has_room(mixed):
+    if mixed.element_size() == 4 or not has_room(mixed):
         return 1
-    return 3 if K <= 128 else 2
+    if num_programs <= MULTIPROCESSORS:
+        return 3 if K <= 128 else 2
+    return 2 if num_programs <= 2 * MULTIPROCESSORS and K <= 128 else 1
 
 
 def prompts(
