@@ -176,7 +176,7 @@ def compile_gated_products(dtype: str) -> None:
         hopper_gated(matrix(rows), weight, half, False)
 
 
-def compile_delta_net(dtype: str, head_size: int) -> str:
+def compile_delta_net(dtype: str, K: int, V: int) -> str:
     """The kernels of Gated DeltaNet, for one sequence and for many."""
     from nanovllm.kernels.recurrent.delta_decode import decode
     from nanovllm.kernels.recurrent.delta_prompt import chunks_of, prompts
@@ -187,10 +187,10 @@ def compile_delta_net(dtype: str, head_size: int) -> str:
     def empty(*shape: int, dtype: torch.dtype = kind) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=GPU)
 
-    Hk, Hv, V = 16, 32, head_size
-    C = 2 * Hk * V + Hv * V
+    Hk, Hv = 16, 32
+    C = 2 * Hk * K + Hv * V
     layer = DeltaNet(empty(C, 4), *empty(2, Hv, dtype=wide), empty(V, dtype=wide), 1e-6, Hk)
-    state = DeltaState(empty(300, 3, C), empty(300, Hv, V, V, dtype=wide))
+    state = DeltaState(empty(300, 3, C), empty(300, Hv, V, K, dtype=wide))
     ints = empty(300, dtype=torch.int32)
     for T, P in ((1, 1), (256, 256)):
         mixed, ba, ends = empty(T, C + Hv * V), empty(T, 2 * Hv), ints[: P + 1]

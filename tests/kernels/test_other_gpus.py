@@ -44,7 +44,7 @@ DEPENDENT_LAUNCH, TILE_COPY = "griddepcontrol", "cp.async.bulk.tensor"  # in PTX
 # steps, states that no other kernel of the layer writes in this step, or scales of weights.
 WEIGHTS = {
     *("weight_ptr", "words_ptr", "bias_ptr", "q_weight_ptr", "k_weight_ptr", "cos_sin_ptr"),
-    *("norm_ptr", "A_log_ptr", "dt_bias_ptr"),
+    *("conv_ptr", "norm_ptr", "A_log_ptr", "dt_bias_ptr"),
 }
 METADATA = {
     *("tables_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "ids_ptr", "cu_q_ptr", "cu_k_ptr"),
@@ -52,7 +52,7 @@ METADATA = {
 }
 OF_SOME = {
     "_own_decode_kernel": {"k_cache_ptr", "v_cache_ptr", "k_exponents_ptr", "v_exponents_ptr"},
-    "_delta_decode_kernel": {"memory_ptr"},
+    "_delta_decode_kernel": {"memory_ptr", "tail_ptr"},
     "_delta_scan_kernel": {"memory_ptr"},
     "_fp8_tiles_kernel": {"scales_ptr"},
     "_int8_tiles_kernel": {"scales_ptr"},
@@ -198,17 +198,18 @@ def test_delta_nets(card: str, tmp_path: Path) -> None:
     """A thread's numbers are in registers, but for few where tensor cores take both operands from
     these; and what is read before the wait is another step's.
     """
-    run(card, [{"kind": "delta net", "dtype": "bfloat16", "head_size": 128}], tmp_path)
+    sizes = ({"K": 128, "V": 128}, {"K": 32, "V": 16})
+    run(card, [{"kind": "delta net", "dtype": "bfloat16", **size} for size in sizes], tmp_path)
     kernels = compiled(tmp_path)
     check(card, "bfloat16", kernels)
     few = 0 if card == "9.0" else 128
     names = Counter(kernel.name for kernel in kernels if kernel.spilled <= few)
     assert names == {
-        "_delta_decode_kernel": 2,
-        "_delta_convolve_kernel": 1,
-        "_delta_chunk_kernel": 1,
-        "_delta_scan_kernel": 2 if card == "9.0" else 1,
-        "_delta_norm_kernel": 1,
+        "_delta_decode_kernel": 3,  # of the small heads one for few and for many
+        "_delta_convolve_kernel": 2,
+        "_delta_chunk_kernel": 2,
+        "_delta_scan_kernel": 4 if card == "9.0" else 2,
+        "_delta_norm_kernel": 2,
     }
     if card in WITH_DEPENDENT_LAUNCH:
         check_waits(tmp_path, names.keys())
@@ -230,8 +231,8 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
             for block_size in (16, 256):
                 sizes = {"head_dim": head_dim, "kvcache_block_size": block_size}
                 yield options | {"shape": shape} | sizes
-    for head_size in (64, 128):
-        yield {"kind": "delta net", "dtype": dtype, "head_size": head_size}
+    for K, V in ((128, 128), (64, 64), (32, 16)):
+        yield {"kind": "delta net", "dtype": dtype, "K": K, "V": V}
     options |= {"head_dim": 128, "max_num_seqs": 64}
     yield options | {"shape": "8B", "architecture": "Qwen2ForCausalLM"}
     for sparse in ("Qwen3MoeForCausalLM", "GptOssForCausalLM"):

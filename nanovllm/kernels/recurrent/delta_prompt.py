@@ -25,13 +25,14 @@ from nanovllm.kernels.recurrent.chunks import (
     _delta_chunk_kernel,
     _delta_scan_kernel,
 )
+from nanovllm.kernels.recurrent.formulas import check_layout
 from nanovllm.kernels.recurrent.rows import _delta_convolve_kernel, _delta_norm_kernel
 from nanovllm.tensors.delta_net import DeltaNet, DeltaState
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-CONVOLVED_ROWS, NORM_ROWS = 32, 16  # tokens of a program
+CONVOLVED, NORMALISED = 4096, 2048  # numbers that a program of the first and the last has at once
 SCANNED_ROWS = 32  # of a state; of a model in float32 half of them
-FEW_PROGRAMS = 132  # multiprocessors of an H100: up to so many have one to themselves
+MULTIPROCESSORS = 132  # of an H100
 
 
 def chunks_of(cu_seqlens_q: torch.Tensor, T: int) -> torch.Tensor:
@@ -53,6 +54,17 @@ def chunks_of(cu_seqlens_q: torch.Tensor, T: int) -> torch.Tensor:
     prompt = prompt.clamp(max=P - 1)
     first = cu_seqlens_q[prompt] + size * (chunk - (ends - counts)[prompt])
     return torch.stack([prompt.where(there, -1), first], 1).int()
+
+
+def _scan_stages(mixed: torch.Tensor, num_programs: int, K: int) -> int:
+    """Number of chunks in shared memory at a time: as many as there is room for if each of the
+    programs shall run at once. Of several on a multiprocessor, others compute while one waits.
+    """
+    if mixed.element_size() == 4 or not has_room(mixed):
+        return 1
+    if num_programs <= MULTIPROCESSORS:
+        return 3 if K <= 128 else 2
+    return 2 if num_programs <= 2 * MULTIPROCESSORS and K <= 128 else 1
 
 
 def prompts(
@@ -78,51 +90,38 @@ def prompts(
         [T, Hv V], 0 in padding.
     """
     T, P, (Hv, V, K), (C, J) = len(mixed), len(slots), state.memory.shape[1:], layer.conv.shape
-    Hk, N, device = layer.num_key_heads, len(chunks), mixed.device
-    assert mixed.stride(1) == ba.stride(1) == 1 and mixed.shape[1] == C + Hv * V
-    assert state.tail.is_contiguous() and state.memory.is_contiguous()
-    assert state.tail.dtype == mixed.dtype, "the kernels read either through one pointer"
-    half = mixed.dtype != torch.float32
+    Hk, N, device, half = layer.num_key_heads, len(chunks), mixed.device, mixed.element_size() == 2
+    check_layout(mixed, ba, layer, state)
     dtype = torch.float16 if half else torch.float32
     qk = torch.empty(2, T, Hk, K, dtype=dtype, device=device)
     v = torch.empty(T, Hv, V, dtype=dtype, device=device)  # then the outputs
     inverses, scores = torch.empty(2, T, Hv, CHUNK.value, dtype=dtype, device=device)
     factors = torch.empty(3, Hv, T, dtype=torch.float32, device=device)
+    out = torch.empty(T, Hv * V, dtype=mixed.dtype, device=device)
     sizes: dict[str, Any] = {"Hk": Hk, "Hv": Hv, "K": K} | pdl_options(mixed)
     channels: dict[str, Any] = {"V": V, "J": J}
     precision = "ieee" if half or torch.version.hip is not None else "tf32x3"
     products = sizes | {"PRECISION": precision, "num_warps": 4}
-    strides = mixed.stride(0), ba.stride(0)
-    _delta_convolve_kernel[(2 * Hk + Hv, CHUNK.value // CONVOLVED_ROWS, N)](
+    ROWS = min(CHUNK.value, CONVOLVED // max(K, V))
+    _delta_convolve_kernel[(2 * Hk + Hv, CHUNK.value // ROWS, N)](
         mixed, ba, layer.conv, state.tail, slots, cu_seqlens_q, cu_seqlens_k, chunks, qk, v,
-        UNIT.value, *strides, T,
-        CHUNK=CHUNK.value, ROWS=CONVOLVED_ROWS, num_warps=4, **sizes, **channels,
+        UNIT.value, mixed.stride(0), ba.stride(0), T, ROWS=ROWS, num_warps=4, **sizes, **channels,
     )  # fmt: skip
     _delta_chunk_kernel[(Hv, N)](
         ba, layer.A_log, layer.dt_bias, cu_seqlens_q, chunks, qk, inverses, scores, factors,
-        ba.stride(0), T, BLOCK_K=K if half else min(K, 32), num_stages=1, **products,
+        ba.stride(0), T, BLOCK_K=min(K, 128 if half else 32), num_stages=1, **products,
     )  # fmt: skip
     BLOCK_V = min(V, SCANNED_ROWS if half else SCANNED_ROWS // 2)
     parts = V // BLOCK_V
-    deep = P * Hv * parts <= FEW_PROGRAMS and half and has_room(mixed)
     _delta_scan_kernel[(parts, Hv, P)](
         mixed, *state, slots, cu_seqlens_q, cu_seqlens_k, qk, v, inverses, scores, factors,
         mixed.stride(0), T, J_PAD=next_power_of_2(J), BLOCK_V=BLOCK_V,
         BLOCK_C=next_power_of_2(cdiv(C, Hv * parts)),
-        num_stages=3 if deep else 1, **products, **channels,
+        num_stages=_scan_stages(mixed, P * Hv * parts, K), **products, **channels,
     )  # fmt: skip
-    return _gated_norm(v, mixed, layer, cu_seqlens_q)
-
-
-def _gated_norm(
-    o: torch.Tensor, mixed: torch.Tensor, layer: DeltaNet, cu_seqlens_q: torch.Tensor
-) -> torch.Tensor:
-    """The outputs [T, Hv, V] of the heads, in units of UNIT, normalised and gated: [T, Hv V]."""
-    T, Hv, V = o.shape
-    out = torch.empty(T, Hv * V, dtype=mixed.dtype, device=mixed.device)
-    _delta_norm_kernel[(Hv, cdiv(T, NORM_ROWS))](
-        o, mixed, layer.norm, cu_seqlens_q, out, UNIT.value, layer.eps, mixed.stride(0),
-        len(cu_seqlens_q) - 1, T,
-        Hv=Hv, V=V, C=len(layer.conv), ROWS=NORM_ROWS, num_warps=4, **pdl_options(mixed),
+    ROWS = NORMALISED // V
+    _delta_norm_kernel[(Hv, cdiv(T, ROWS))](
+        v, mixed, layer.norm, cu_seqlens_q, out, UNIT.value, layer.eps, mixed.stride(0), P, T,
+        Hv=Hv, V=V, C=C, ROWS=ROWS, num_warps=4, **pdl_options(mixed),
     )  # fmt: skip
     return out

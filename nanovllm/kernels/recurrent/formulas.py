@@ -1,14 +1,26 @@
-"""Formulas of Gated DeltaNet that its kernels share: gates, normalisations. All float32.
+"""Formulas of Gated DeltaNet that its kernels share, all in float32: gates, normalisations.
 
 The rule itself is told in `nanovllm/recurrent/delta_rule.py`, in PyTorch.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.activation import activate
+from nanovllm.tensors.delta_net import DeltaNet, DeltaState
 
 QK_EPS = tl.constexpr(1e-6)  # added to the sum of squares that normalises queries and keys
+
+
+def check_layout(mixed: torch.Tensor, ba: torch.Tensor, layer: DeltaNet, state: DeltaState) -> None:
+    """Assert what the kernels expect of the rows mixed and ba, the parameters and the states."""
+    (Hv, V, K), (C, J) = state.memory.shape[1:], layer.conv.shape
+    assert mixed.shape[1] == C + Hv * V and 2 * layer.num_key_heads * K + Hv * V == C
+    assert ba.shape == (len(mixed), 2 * Hv) and state.tail.shape[1:] == (J - 1, C)
+    assert mixed.stride(1) == ba.stride(1) == 1, "the numbers of a row are adjacent"
+    assert state.tail.is_contiguous() and state.memory.is_contiguous()
+    assert state.tail.dtype == mixed.dtype, "the kernels read either through one pointer"
 
 
 @triton.jit

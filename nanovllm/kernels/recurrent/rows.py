@@ -38,7 +38,7 @@ def _delta_convolve_kernel(
     mixed_ptr, ba_ptr, conv_ptr, tail_ptr, slots_ptr, cu_q_ptr, cu_k_ptr, chunks_ptr, qk_ptr,
     v_ptr, unit, stride_mixed, stride_ba, num_rows,
     Hk: tl.constexpr, Hv: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: ROWS rows of a chunk and of a head of q, k or v. Values are beta v / unit.
     C: tl.constexpr = 2 * Hk * K + Hv * V
@@ -56,26 +56,24 @@ def _delta_convolve_kernel(
     tail_ptr += tl.load(slots_ptr + seq).to(tl.int64) * (J - 1) * C
     mixed_ptr += begin.to(tl.int64) * stride_mixed
     if head < 2 * Hk:
-        col = tl.arange(0, K)
-        x = _convolve(
-            mixed_ptr, tail_ptr, conv_ptr, position, used, stored, head * K + col, stride_mixed,
+        k_col = tl.arange(0, K)
+        key = _convolve(
+            mixed_ptr, tail_ptr, conv_ptr, position, used, stored, head * K + k_col, stride_mixed,
             C, J,
         )  # fmt: skip
-        x = normalised(x, 1)
         own = (head // Hk * num_rows.to(tl.int64) + row) * Hk + head % Hk
-        ptrs = qk_ptr + own[:, None] * K + col[None, :]
-        tl.store(ptrs, x.to(qk_ptr.dtype.element_ty), mask=used[:, None])
+        ptrs = qk_ptr + own[:, None] * K + k_col[None, :]
+        tl.store(ptrs, normalised(key, 1).to(qk_ptr.dtype.element_ty), mask=used[:, None])
     else:
-        head -= 2 * Hk
-        col = head * V + tl.arange(0, V)
-        x = _convolve(
-            mixed_ptr, tail_ptr, conv_ptr, position, used, stored, 2 * Hk * K + col, stride_mixed,
+        v_col = (head - 2 * Hk) * V + tl.arange(0, V)
+        value = _convolve(
+            mixed_ptr, tail_ptr, conv_ptr, position, used, stored, 2 * Hk * K + v_col, stride_mixed,
             C, J,
         )  # fmt: skip
-        b = tl.load(ba_ptr + row * stride_ba + head, mask=used, other=0.0)
-        x *= (tl.sigmoid(b.to(tl.float32)) / unit)[:, None]
-        ptrs = v_ptr + row[:, None] * (Hv * V) + col[None, :]
-        tl.store(ptrs, x.to(v_ptr.dtype.element_ty), mask=used[:, None])
+        b = tl.load(ba_ptr + row * stride_ba + head - 2 * Hk, mask=used, other=0.0)
+        value *= (tl.sigmoid(b.to(tl.float32)) / unit)[:, None]
+        v_ptrs = v_ptr + row[:, None] * (Hv * V) + v_col[None, :]
+        tl.store(v_ptrs, value.to(v_ptr.dtype.element_ty), mask=used[:, None])
 
 
 @triton.jit
