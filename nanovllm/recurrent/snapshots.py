@@ -47,6 +47,7 @@ class SnapshotBlockManager(BlockManager):
         self.snapshots: OrderedDict[int, int] = OrderedDict()
         self._saving: dict[int, int] = {}  # sequence ids, by rows that steps on their way write
         self._holders: dict[int, Sequence] = {}  # by sequence id
+        self._known: tuple[Sequence | None, int] = None, 0  # of the last look into the cache
         self.num_snapshots = self.num_snapshot_hits = self.num_snapshot_tokens = 0
 
     def fresh(self) -> "SnapshotBlockManager":
@@ -61,9 +62,17 @@ class SnapshotBlockManager(BlockManager):
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The published blocks that hold the longest known prefix of `seq` with a snapshot."""
         hits = super().find_prefix(seq)
+        self._known = seq, len(hits)
         while hits and hits[-1].chain_id not in self.snapshots:
             hits.pop()
         return hits
+
+    def _num_known(self, seq: Sequence) -> int:
+        """The number of published blocks that hold the longest known prefix of `seq`, with or
+        without a snapshot. Most often `find_prefix` has just been asked.
+        """
+        last, count = self._known
+        return count if last is seq else len(super().find_prefix(seq))
 
     def is_being_computed(self, seq: Sequence, hits: list[Block]) -> bool:
         """Whether a running sequence leaves a snapshot, further on than the `hits`, that `seq` can
@@ -78,7 +87,7 @@ class SnapshotBlockManager(BlockManager):
         """The position at which the tokens of a waiting sequence leave those that a running one
         computes, or a bit before it; and the one that runs, if it has not passed the place.
         """
-        known = end = len(super().find_prefix(seq))
+        known = end = self._num_known(seq)
         most, hashes = self._max_shared_blocks(seq), seq.kv.hashes
         owner = None if end == most else self._computing.get(hashes[end])
         while end < most and owner is not None and self._computing.get(hashes[end]) == owner:
@@ -109,7 +118,7 @@ class SnapshotBlockManager(BlockManager):
         kv = seq.kv
         self._holders[seq.seq_id] = seq
         # The next one that comes so far begins at a snapshot.
-        known = len(super().find_prefix(seq))
+        known = self._num_known(seq)
         stop = known - known % self._blocks_of_unit
         if stop > len(hits):
             kv.stops.add(stop * self.block_size)
@@ -141,6 +150,7 @@ class SnapshotBlockManager(BlockManager):
         """These items, or their tokens up to where a snapshot is wanted by one of the first that
         wait; with a row for that.
         """
+        self._known = None, 0
         for seq in islice(waiting, LOOK_AHEAD if scheduled else 0):
             stop, other = self._next_junction(seq)
             if other is not None:
