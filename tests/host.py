@@ -68,9 +68,9 @@ def make_scheduler(
     model with states.
     """
     manager = make_block_manager(num_blocks, block_size, enable_prefix_caching, kinds)
-    if num_snapshots is not None and enable_prefix_caching:
+    if num_snapshots is not None:
         rows = range(max_num_seqs + 1, max_num_seqs + 1 + num_snapshots)
-        manager = SnapshotBlockManager(num_blocks, block_size, rows, unit=1)
+        manager = SnapshotBlockManager(num_blocks, block_size, rows, unit=1, distance=1)
     most = -(-(kinds[-1].window + max_num_batched_tokens) // block_size) + 2
     pool_tokens = max_blocks_of_one(num_blocks, kinds, most) * block_size
     return Scheduler(

@@ -58,6 +58,8 @@ def check_snapshots(manager: SnapshotBlockManager, holders: Iterable[Sequence]) 
     chains = {manager.blocks[i].chain_id for i in manager.hash_to_block_id.values()}
     assert manager.snapshots.keys() <= chains, "a snapshot cannot be found without its block"
     assert manager._holders == {seq.seq_id: seq for seq in holders}, "who holds blocks?"
+    leaving = {seq.seq_id for seq in holders if seq.kv.stops or seq.kv.saved_at}
+    assert leaving <= manager._leaving.keys() <= manager._holders.keys(), "who leaves snapshots?"
     for seq in holders:
         assert all(stop <= seq.num_tokens for stop in seq.kv.stops), "a stop beyond the prompt"
 

@@ -75,6 +75,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=8,
         shared_expert_intermediate_size=512,
     ),
+    "lfm2-1.2b": _config(
+        *("Lfm2ForCausalLM", 65536, 2048, 16, 32, 8, 12288, 128000, 7),
+        norm_eps=1e-5,
+        rope_theta=1000000,
+        full_attn_idxs=[2, 5, 8, 10, 12, 14],
+        conv_L_cache=3,
+        block_multiple_of=256,
+        tie_word_embeddings=True,
+    ),
     "gpt-oss-20b": _config(
         *("GptOssForCausalLM", 201088, 2880, 24, 64, 8, 2880, 131072, 200002),
         head_dim=64,

@@ -150,9 +150,11 @@ def _lfm2(raw: Raw) -> Raw:
     key = "block_ff_dim" if raw.get("block_ff_dim") is not None else "intermediate_size"
     size = read_value(raw, key, int)
     if read_value(raw, "block_auto_adjust_ff_dim", bool, True):
-        factor = read_value(raw, "block_ffn_dim_multiplier", float, 1.0, 1e-6, 1e6)
-        multiple = read_value(raw, "block_multiple_of", int, 256)
-        size = multiple * cdiv(int(factor * int(2 * size / 3)), multiple)
+        size = int(2 * size / 3)
+        if raw.get("block_ffn_dim_multiplier") is not None:
+            factor = read_value(raw, "block_ffn_dim_multiplier", float, None, 1e-6, 1e6)
+            multiple = read_value(raw, "block_multiple_of", int, 256)
+            size = multiple * cdiv(int(factor * size), multiple)
     facts["intermediate_size"] = size
     if raw.get("layer_types") is None:
         layers = range(raw["num_hidden_layers"])
@@ -376,7 +378,7 @@ FAMILIES = {
         qk_norm="head",
         layer_kinds=(FULL, CONV),
         defaults={"conv_L_cache": 3, "rope_theta": 1_000_000.0},
-        absent=KV_8,
+        absent={**KV_8, "block_ffn_dim_multiplier": 1.0},
         complete=_lfm2,
     ),
     "LlamaForCausalLM": Family(QWEN3, mlp_bias=True, defaults=THETA),

@@ -14,11 +14,11 @@ UNSUPPORTED = {
     r"Qwen4": ("it has hyper-connections and sparse attention", "Qwen3.5"),
     r"GraniteMoeHybrid|GraniteHybrid": (MAMBA, "Granite 3"),
     r"NemotronH|FalconH1": (MAMBA, "Qwen3.5"),
-    r"Mamba|Jamba|Zamba|Bamba": (MAMBA, "LFM2"),
+    r"Mamba|Jamba|Zamba|Bamba|Plamo2": (MAMBA, "LFM2"),
     r"Lfm2Moe|Lfm3": ("it has layers that LFM2 has not", "LFM2"),
     r"OlmoHybrid": ("its layers with a state differ from Qwen3.5's", "Qwen3.5"),
     r"RecurrentGemma": (OTHER, "Gemma 2"),
-    r"RWKV|KimiLinear|BailingHybrid": (OTHER, "Qwen3.5"),
+    r"RWKV|Rwkv|KimiLinear|BailingHybrid|MiniMaxText|MiniMaxM1": (OTHER, "Qwen3.5"),
 }
 LATENT = "kv_lora_rank"  # key of models whose attention keeps latents (MLA)
 

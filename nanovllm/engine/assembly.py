@@ -117,8 +117,7 @@ def _make_block_manager(config: Config, pool: KVCachePool, num_blocks: int) -> B
     block_size, caching = config.kvcache_block_size, config.enable_prefix_caching
     if not pool.sequence_bytes:
         return make_block_manager(num_blocks, block_size, caching, pool.kinds)
-    if not pool.snapshot_rows:
-        return make_block_manager(num_blocks, block_size, False, pool.kinds)
+    assert len(pool.kinds) == 1 and not pool.kinds[0].window, "states beside layers that slide"
     return SnapshotBlockManager(num_blocks, block_size, pool.snapshot_rows)
 
 

@@ -88,7 +88,9 @@ class KVCachePool:
         if not self.sequence_bytes:
             return
         config = self._config
-        if self._device.type == "cpu":
+        if config.kv_cache_memory_bytes is not None:
+            available = config.kv_cache_memory_bytes
+        elif self._device.type == "cpu":
             available = min(memory.CPU_LIMIT, self._cpu_memory())
         else:
             free, total = torch.cuda.mem_get_info(self._device)
@@ -104,16 +106,20 @@ class KVCachePool:
             )
         spare = 0
         if config.enable_prefix_caching:
-            spare = min(fit // SNAPSHOTS, config.max_num_seqs // 2)
+            spare = min(max(1, fit // SNAPSHOTS), max(1, config.max_num_seqs // 2), fit - 1)
         self.max_num_seqs = min(fit - spare, config.max_num_seqs)
         self.num_rows = 1 + self.max_num_seqs + spare
+        asked = ""
+        if self.max_num_seqs < config.max_num_seqs:
+            asked = f" of the {config.max_num_seqs} of max_num_seqs, for want of memory"
         logger.info(
-            "states: %d sequences at once, %d snapshots (%.2f GiB, %.1f MiB each)%s",
+            "states: %d sequences at once%s, room for %d snapshots%s; %.2f GiB, %.1f MiB each",
             self.max_num_seqs,
+            asked,
             spare,
+            "" if spare else ", so no prefix cache",
             self.num_rows * self.sequence_bytes / GIB,
             self.sequence_bytes / 2**20,
-            "" if self.max_num_seqs == config.max_num_seqs else ", fewer than max_num_seqs",
         )
 
     def _cpu_memory(self) -> int:
@@ -135,7 +141,7 @@ class KVCachePool:
         if config.num_kvcache_blocks != -1:
             return config.num_kvcache_blocks
         if config.kv_cache_memory_bytes is not None:
-            limit = config.kv_cache_memory_bytes
+            limit = config.kv_cache_memory_bytes - self.num_rows * self.sequence_bytes
             most = memory.num_blocks_for_limit(block_bytes, limit)
             return most if most == 1 or self._bytes_of_pages(most) <= limit else most - 1
         # Rows by sequence, and slabs that are not full.

@@ -91,6 +91,7 @@ class ModelRunner:
             "tensor_parallel_size": self.group.size,
             "all_reduce": self.group.describe(),
             "cuda_graphs": 0 if graphs is None else len(graphs.sizes),
+            "max_num_seqs": self.built.pool.max_num_seqs,
             "num_kernels_compiling": 0 if compiler is None else compiler.num_pending,
             "num_graph_replays": 0 if graphs is None else graphs.num_replays,
             "num_shared_prefix_steps": self._num_shared_steps,

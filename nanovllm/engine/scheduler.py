@@ -120,6 +120,8 @@ class Scheduler:
             before the step in flight is booked.
         """
         budget = self.max_num_batched_tokens
+        if not self._num_in_flight:  # steps that were dropped book nothing
+            self.block_manager.drop_all_saves()
         if not self.mixed_steps and (prefills := self._schedule_prefills(budget, admits=True)):
             # Single tokens last, so that none is taken for a decode.
             return sorted(prefills, key=lambda item: item.num_tokens, reverse=True)
@@ -283,7 +285,6 @@ class Scheduler:
         """
         if not self.keeps_states:
             return
-        self.block_manager.drop_all_saves()
         while self.running:
             self._take_back(self.running[-1])
 

@@ -21,15 +21,17 @@ from nanovllm.engine.sequence import ScheduledSequence, Sequence
 # Tokens of which a snapshot's position is a multiple. With the chunks of the delta rule, a prompt
 # from a snapshot on is computed as it is from its beginning.
 UNIT = 64
-LOOK_AHEAD = 32  # waiting sequences for which snapshots are taken
+DISTANCE = 512  # tokens between snapshots of a prompt: each ends a step early
+LOOK_AHEAD = 32  # waiting sequences for which snapshots are taken and kept
 
 
 class SnapshotBlockManager(BlockManager):
     """Blocks with a prefix cache, and the rows of snapshots.
 
     Args:
-        rows: rows of the states that are for snapshots.
-        unit: number of tokens of which positions of snapshots are multiples.
+        rows: rows of the states that are for snapshots; none: prefixes are not cached.
+        unit: number of tokens of which positions of snapshots are multiples, beside a block's.
+        distance: minimum number of tokens between snapshots of a prompt.
 
     Attributes:
         snapshots: rows by the `Block.chain_id` of the last block before them, the least recently
@@ -39,19 +41,32 @@ class SnapshotBlockManager(BlockManager):
         num_snapshot_tokens: number of tokens that these did not compute.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, rows: range, unit: int = UNIT) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        rows: range,
+        unit: int = UNIT,
+        distance: int | None = None,
+    ) -> None:
+        super().__init__(num_blocks, block_size, enable_prefix_caching=len(rows) > 0)
         self.rows, self.unit = rows, math.lcm(unit, block_size)
+        self.distance = DISTANCE if distance is None else distance
         self._blocks_of_unit = self.unit // block_size
         self._free_rows = list(reversed(rows))
         self.snapshots: OrderedDict[int, int] = OrderedDict()
         self._saving: dict[int, int] = {}  # sequence ids, by rows that steps on their way write
-        self._holders: dict[int, Sequence] = {}  # by sequence id
+        # By sequence id: those that hold blocks, and those of them that will leave snapshots.
+        self._holders: dict[int, Sequence] = {}
+        self._leaving: dict[int, Sequence] = {}
+        self._needed: set[int] = set()  # chain ids of snapshots that the first waiting begin at
         self._known: tuple[Sequence | None, int] = None, 0  # of the last look into the cache
         self.num_snapshots = self.num_snapshot_hits = self.num_snapshot_tokens = 0
 
     def fresh(self) -> "SnapshotBlockManager":
-        other = SnapshotBlockManager(self.num_blocks, self.block_size, self.rows, self.unit)
+        other = SnapshotBlockManager(
+            self.num_blocks, self.block_size, self.rows, self.unit, self.distance
+        )
         other.num_snapshots = self.num_snapshots
         other.num_snapshot_hits = self.num_snapshot_hits
         other.num_snapshot_tokens = self.num_snapshot_tokens
@@ -76,12 +91,19 @@ class SnapshotBlockManager(BlockManager):
 
     def is_being_computed(self, seq: Sequence, hits: list[Block]) -> bool:
         """Whether a running sequence leaves a snapshot, further on than the `hits`, that `seq` can
-        begin at.
+        begin at. Have it do so, if it computes what they share.
         """
         stop, owner = self._next_junction(seq)
-        if owner is None:
-            return self._is_saving(seq, len(hits))
-        return stop > len(hits) * self.block_size
+        if owner is not None and stop > len(hits) * self.block_size:
+            self._stop(owner, stop)
+        return self._will_leave(seq, len(hits))
+
+    def _stop(self, seq: Sequence, position: int) -> None:
+        """Have a snapshot taken of the state of `seq` at a position, if it takes none near it."""
+        stops = seq.kv.stops
+        if all(abs(position - other) >= self.distance for other in stops):
+            stops.add(position)
+            self._leaving[seq.seq_id] = seq
 
     def _next_junction(self, seq: Sequence) -> tuple[int, Sequence | None]:
         """The position at which the tokens of a waiting sequence leave those that a running one
@@ -99,18 +121,15 @@ class SnapshotBlockManager(BlockManager):
         stop = end * self.block_size
         return (stop, other) if stop > other.num_computed_tokens else (0, None)
 
-    def _is_saving(self, seq: Sequence, num_hits: int) -> bool:
-        """Whether a step on its way writes a snapshot, further on than the hits, that `seq` can
-        begin at.
+    def _will_leave(self, seq: Sequence, num_hits: int) -> bool:
+        """Whether a running sequence will leave a snapshot, or a step on its way takes one, further
+        on than the hits, that `seq` can begin at.
         """
-        for owner in self._saving.values():
-            other = self._holders.get(owner)
-            if other is not None and other.kv.saved_at > num_hits * self.block_size:
-                last = other.kv.saved_at // self.block_size - 1
-                if (
-                    last < self._max_shared_blocks(seq)
-                    and other.kv.hashes[last] == (seq.kv.hashes[last])
-                ):
+        most, hashes = self._max_shared_blocks(seq), seq.kv.hashes
+        for other in self._leaving.values():
+            for position in (*other.kv.stops, other.kv.saved_at):
+                last = position // self.block_size - 1
+                if num_hits <= last < most and other.kv.hashes[last] == hashes[last]:
                     return True
         return False
 
@@ -121,7 +140,7 @@ class SnapshotBlockManager(BlockManager):
         known = self._num_known(seq)
         stop = known - known % self._blocks_of_unit
         if stop > len(hits):
-            kv.stops.add(stop * self.block_size)
+            self._stop(seq, stop * self.block_size)
         if hits:
             chain_id = hits[-1].chain_id
             kv.row = self.snapshots[chain_id]
@@ -133,6 +152,7 @@ class SnapshotBlockManager(BlockManager):
     def deallocate(self, seq: Sequence) -> None:
         super().deallocate(seq)
         self._holders.pop(seq.seq_id, None)
+        self._leaving.pop(seq.seq_id, None)
         seq.kv.stops.clear()
         seq.kv.row = seq.kv.saved_at = 0
 
@@ -151,10 +171,15 @@ class SnapshotBlockManager(BlockManager):
         wait; with a row for that.
         """
         self._known = None, 0
+        self._needed.clear()
         for seq in islice(waiting, LOOK_AHEAD if scheduled else 0):
+            hits = self.find_prefix(seq)
+            if hits:
+                self._needed.add(hits[-1].chain_id)
             stop, other = self._next_junction(seq)
             if other is not None:
-                other.kv.stops.add(stop)
+                self._stop(other, stop)
+        self._known = None, 0
         return [self._cut(item) for item in scheduled]
 
     def _cut(self, item: ScheduledSequence) -> ScheduledSequence:
@@ -170,20 +195,22 @@ class SnapshotBlockManager(BlockManager):
         return item._replace(num_tokens=stop - item.start, samples=samples, save=row)
 
     def _take_row(self) -> int:
-        """A row for a snapshot, that of the least recently used one if none is free; 0: steps on
-        their way write all of them.
+        """A row for a snapshot, that of the least recently used one if none is free; 0: all are
+        needed, or steps on their way write them.
         """
         if self._free_rows:
             return self._free_rows.pop()
-        if not self.snapshots:
-            return 0
-        _, row = self.snapshots.popitem(last=False)
-        return row
+        for chain_id in self.snapshots:
+            if chain_id not in self._needed:
+                return self.snapshots.pop(chain_id)
+        return 0
 
     def booked(self, item: ScheduledSequence) -> None:
         del self._saving[item.save]
         seq, end = item.seq, item.end
         seq.kv.saved_at = 0
+        if not seq.kv.stops:
+            self._leaving.pop(seq.seq_id, None)
         chain_id = self.blocks[seq.kv.table[end // self.block_size - 1]].chain_id
         if chain_id in self.snapshots:
             self._free_rows.append(item.save)

@@ -34,6 +34,7 @@ SUMS = (
     "num_shared_prefix_steps",
     "num_kernels_compiling",
 )
+OF_SOME = ("num_snapshots", "num_snapshot_hits", "num_snapshot_tokens")  # models: the same
 STEP_SECONDS = 0.01  # a step's longest wait for news, so that callers can add requests in between
 
 
@@ -186,6 +187,8 @@ class ReplicatedCore(Core[RemoteRequest]):
         for each in found.values():
             latencies.add(each.latencies)
         sums = {name: sum(each[name] for each in described) for name in SUMS}
+        of_some = [name for name in OF_SOME if described and name in described[0]]
+        sums |= {name: sum(each[name] for each in described) for name in of_some}
         sums["num_waiting"] += self._dispatcher.num_waiting
         usage = sums["num_used_kvcache_blocks"] / max(sums["num_kvcache_blocks"], 1)
         return {

@@ -71,7 +71,7 @@ def engine_facts(
     """The facts about an engine that a reader of a trace needs: options that took effect, other
     options, the model's shape. Names no directory.
     """
-    options = ("max_num_seqs", "max_num_batched_tokens", "kvcache_block_size", "mixed_steps")
+    options = ("max_num_batched_tokens", "kvcache_block_size", "mixed_steps")
     on_gpu = str(description["device"]).startswith("cuda")
     windows = {layer.window for layer in model_config.layers if layer.window}
     return {

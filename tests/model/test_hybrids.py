@@ -51,6 +51,7 @@ from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.layers.base import Build
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
+from nanovllm.recurrent import snapshots
 from nanovllm.recurrent.gated_delta_net import GatedDeltaNet
 from nanovllm.recurrent.short_conv import ShortConv
 from nanovllm.sizing import memory
@@ -528,7 +529,7 @@ def test_memory_limits_the_sequences_at_once(
         assert llm.scheduler.max_num_seqs == 4
         assert_right(path, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
         states = [line for line in caplog.messages if line.startswith("states: 4 sequences")]
-        assert len(states) == 1 and states[0].endswith("fewer than max_num_seqs")
+        assert len(states) == 1 and " of the 8 of max_num_seqs" in states[0]
     monkeypatch.setattr(memory, "CPU_LIMIT", 2 * size)
     with pytest.raises(ValueError, match=r"^no memory for states of sequences: each takes"):
         LLM(path, **OPTIONS)
@@ -566,6 +567,13 @@ BRANCHES = [
 ]
 
 
+@pytest.fixture
+def close_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots of a prompt may be next to each other."""
+    monkeypatch.setattr(snapshots, "DISTANCE", 1)
+
+
+@pytest.mark.usefixtures("close_by")
 @pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
 @pytest.mark.parametrize("num_rows", [None, 1], ids=["many", "one"])
 @pytest.mark.parametrize("overlap", [False, True])
@@ -610,6 +618,22 @@ def test_samples_of_a_long_prompt_are_computed_from_a_snapshot(path: Path) -> No
             metrics = llm.metrics()
     assert found[0] == found[1] and len(set(map(tuple, found[0]))) == 4
     assert metrics["num_snapshots"] == 1 and metrics["num_snapshot_tokens"] == 3 * 192
+
+
+@pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
+def test_rows_of_steps_that_are_dropped_come_back(path: Path) -> None:
+    """All requests are aborted while a step takes a snapshot; two samples share one after that."""
+    params = SamplingParams(n=2, seed=1, max_tokens=2)
+    with LLM(path, **{**OPTIONS, "overlap": True, "max_num_seqs": 4}) as llm:
+        num_rows = len(llm.scheduler.block_manager.rows)
+        for i in range(num_rows + 1):
+            request = llm.add_request([(i + t) % 128 for t in range(70)], params)
+            llm.step()
+            assert llm.scheduler.block_manager._saving or i == num_rows
+            llm.abort(request)
+        llm.generate([PROMPTS[-1]], params, use_tqdm=False)
+        assert llm.metrics()["num_snapshot_hits"] == 1
+        assert not llm.scheduler.block_manager._saving
 
 
 @pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
