@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoint.model_config import DeltaNetConfig, ModelConfig
+from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.layers.base import Build, Hidden, Per, State, StatefulLayer
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.weights.quantized import QuantizedWeight
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.recurrent import delta_rule
 from nanovllm.recurrent.step_chunks import Bounds, chunks_of_step
@@ -43,14 +45,37 @@ class GatedDeltaNet(StatefulLayer):
         self.num_value_heads = Hv // group.size
         self.channels = _channels(facts, build)
         inputs, own = Part.whole(M), build.at("in_proj")
-        plain = build.at("in_proj_gates")._replace(quantization=None)
         self.in_proj = ColumnParallelLinear(inputs, _projections(facts, build), False, own)
-        self.in_proj_gates = ColumnParallelLinear(inputs, _gates(facts, build), False, plain)
+        self._gate_names = self._add_gates(inputs, build)
         self.out_proj = RowParallelLinear(Hv * V, M, False, build.at("out_proj"))
         self.conv = _parameter(len(self.channels.held), J, dtype=build.dtype)
         self.A_log, self.dt_bias = (_parameter(self.num_value_heads) for _ in range(2))
         self.norm, self.eps = _parameter(V), config.rms_norm_eps
         self.state = DeltaState(torch.empty(0), torch.empty(0))
+
+    def _add_gates(self, inputs: Part, build: Build) -> list[str]:
+        """Add the projections to b and a, and return their names: one in 16 bits, or those of the
+        checkpoint, if it has codes for them, which become numbers after loading.
+        """
+        gates = _gates(self.facts, build)
+        whole = build.quantization
+        if whole in (None, WHILE_LOADING) or all(
+            whole.of([f"{build.path}.{name}"]) is None for name in gates
+        ):
+            plain = build.at("in_proj_gates")._replace(quantization=None)
+            self.in_proj_gates = ColumnParallelLinear(inputs, gates, False, plain)
+            return ["in_proj_gates"]
+        for name, rows in gates.items():
+            layer = ColumnParallelLinear(inputs, {"": rows}, False, build.at(name))
+            if isinstance(layer.weight, QuantizedWeight):
+                layer.weight.kernels = None
+            self.add_module(name, layer)
+        return list(gates)
+
+    def _gates_of(self, hidden: Hidden) -> torch.Tensor:
+        """b and a of all heads: [T, M] -> [T, 2 Hv]"""
+        parts = [getattr(self, name)(hidden) for name in self._gate_names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def states(self) -> dict[str, State]:
         """The fields of a `DeltaState`."""
@@ -75,7 +100,7 @@ class GatedDeltaNet(StatefulLayer):
         yield f"{path}.norm.weight", Shard.whole(self.norm.data)
 
     def forward(self, hidden: Hidden) -> Hidden:
-        mixed, gates = self.in_proj(hidden), self.in_proj_gates(hidden)
+        mixed, gates = self.in_proj(hidden), self._gates_of(hidden)
         out = self._mix(mixed, gates)
         rows = get_context().kept_rows if self.is_last else None
         return self.out_proj(out if rows is None else out.index_select(0, rows))

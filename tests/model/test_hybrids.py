@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import fp8_checkpoints
 import pytest
 import torch
 from attention_cases import HAS_CUDA
@@ -496,6 +497,24 @@ def test_files_in_fp8_leave_some_projections_as_they_were(
         assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_gates_may_be_quantised_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        fp8_checkpoints, "PROJECTIONS",
+        (*fp8_checkpoints.PROJECTIONS, "in_proj_a", "in_proj_b", "in_proj_ba"),
+    )  # fmt: skip
+    family, config = CHECKPOINTS[name]
+    exact = make_checkpoint(tmp_path / "exact", family, **{**SIZES, **config})
+    path = quantised_copy(exact, tmp_path / "quantised", "rows", lambda module: False)
+    assert any(
+        "in_proj_b" in key and "scale" in key for key in load_file(path / "model.safetensors")
+    )
+    with LLM(path, **OPTIONS) as llm:
+        assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
 def test_experts_in_one_tensor_are_in_16_bits_whatever_the_rest_is_in(tmp_path: Path) -> None:
     family, config = CHECKPOINTS["qwen3.5 moe"]
     exact = make_checkpoint(tmp_path / "exact", family, **{**SIZES, **config})
@@ -519,12 +538,14 @@ def test_layers_with_a_state_stay_as_they_were_in_a_file_in_4_bits(tmp_path: Pat
 def test_memory_limits_the_sequences_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Half of what is left is for states: here of four sequences, beside the row of padding."""
+    """Half of what is left is for states: here of four sequences, beside the row of padding and one
+    for a snapshot.
+    """
     family, config = CHECKPOINTS["qwen3.5"]
     path = make_checkpoint(tmp_path / "model", family, **{**SIZES, **config})
     channels, heads = 2 * 2 * 16 + 4 * 32, 4 * 16 * 32  # of a layer; float32
     size = 3 * 4 * (3 * channels + heads)
-    monkeypatch.setattr(memory, "CPU_LIMIT", 2 * 5 * size + size)
+    monkeypatch.setattr(memory, "CPU_LIMIT", 2 * 6 * size + size)
     with caplog.at_level("INFO", "nanovllm"), LLM(path, **OPTIONS) as llm:
         assert llm.scheduler.max_num_seqs == 4
         assert_right(path, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
@@ -604,6 +625,18 @@ def test_ranks_take_snapshots_alike(path: Path) -> None:
         outputs = llm.generate(BRANCHES, greedy(6), use_tqdm=False)
         assert llm.metrics()["num_snapshot_hits"] >= 4
     assert_greedy(path, BRANCHES, outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["lfm2"], indirect=True)
+def test_replicas_count_snapshots_together(path: Path) -> None:
+    with LLM(path, data_parallel_size=2, **OPTIONS) as llm:
+        prompts = [*BRANCHES, *[[*prompt[::-1], 5] for prompt in BRANCHES]]
+        outputs = llm.generate(prompts, greedy(6), use_tqdm=False)
+        metrics = llm.metrics()
+    assert_greedy(path, prompts, outputs)
+    each = [metrics["replicas"][number]["num_snapshot_tokens"] for number in "01"]
+    assert metrics["num_snapshot_tokens"] == sum(each) > 0
 
 
 @pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
