@@ -12,7 +12,7 @@ from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_orde
 # Frames of `LLM.generate` to attention; functions with a name, and files, of one `generate`.
 CEILINGS = {
     "frames": 13,
-    "functions": 224,
+    "functions": 225,
     "files": 46,
     "files_in_circles": 0,
 }
