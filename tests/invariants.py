@@ -57,11 +57,14 @@ def check_snapshots(manager: SnapshotBlockManager, holders: Iterable[Sequence]) 
     assert sorted(rows) == list(manager.rows), "rows are lost or shared"
     chains = {manager.blocks[i].chain_id for i in manager.hash_to_block_id.values()}
     assert manager.snapshots.keys() <= chains, "a snapshot cannot be found without its block"
-    assert manager._holders == {seq.seq_id: seq for seq in holders}, "who holds blocks?"
-    leaving = {seq.seq_id for seq in holders if seq.kv.stops or seq.kv.saved_at}
+    known = {seq_id: each.seq for seq_id, each in manager._holders.items()}
+    assert known == {seq.seq_id: seq for seq in holders}, "who holds blocks?"
+    leaving = {seq_id for seq_id, each in manager._holders.items() if each.positions}
     assert leaving <= manager._leaving.keys() <= manager._holders.keys(), "who leaves snapshots?"
-    for seq in holders:
-        assert all(stop <= seq.num_tokens for stop in seq.kv.stops), "a stop beyond the prompt"
+    saving = {seq_id for seq_id, each in manager._holders.items() if each.saved_at}
+    assert saving <= set(manager._saving.values()), "a snapshot that no step takes"
+    for each in manager._holders.values():
+        assert all(stop <= each.seq.num_tokens for stop in each.stops), "a stop beyond the prompt"
 
 
 def check_parts(manager: SlidingBlockManager, holders: Iterable[Sequence]) -> None:

@@ -97,6 +97,7 @@ class DeltaNetConfig:
         key_head_dim, value_head_dim: numbers in a head.
         conv_kernel_dim: tokens that the convolution sees, the newest included.
         by_key_head: whether the checkpoint has the projections of each key head side by side.
+        gates_in_codes: whether the projections to gates are quantised, which few checkpoints do.
     """
 
     num_key_heads: int
@@ -105,6 +106,7 @@ class DeltaNetConfig:
     value_head_dim: int
     conv_kernel_dim: int
     by_key_head: bool
+    gates_in_codes: bool = False
 
 
 @dataclass(frozen=True)
@@ -341,14 +343,14 @@ def _read_intermediate_size(raw: dict[str, Any], layers: tuple[LayerConfig, ...]
 
 def _read_delta_net(raw: dict[str, Any], family: Family) -> DeltaNetConfig:
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-    sizes = {name: read_value(raw, f"linear_{name}", int) for name in names}
+    key_heads, value_heads, K, V = (read_value(raw, f"linear_{name}", int) for name in names)
     taps = read_value(raw, "linear_conv_kernel_dim", int, minimum=2)
-    if sizes["num_value_heads"] % sizes["num_key_heads"]:
+    if value_heads % key_heads:
         raise ValueError(
             "config.json: `linear_num_value_heads` must be a multiple of `linear_num_key_heads`, "
-            f"got {sizes['num_value_heads']} and {sizes['num_key_heads']}"
+            f"got {value_heads} and {key_heads}"
         )
-    return DeltaNetConfig(**sizes, conv_kernel_dim=taps, by_key_head=family.by_key_head)
+    return DeltaNetConfig(key_heads, value_heads, K, V, taps, family.by_key_head)
 
 
 def _sparse_layers(raw: dict[str, Any]) -> set[int]:

@@ -42,7 +42,7 @@ class EngineCore(Core[Request]):
         self._executor, self._scheduler, self._lookahead = executor, scheduler, lookahead
         self.in_flight: deque[InFlightStep] = deque()
         self.latencies = Latencies()
-        self._launching = False  # still True when a launch has failed
+        self._launching = False  # a step is chosen and not in flight: its launch may have failed
         self._booked_at = 0.0  # seconds of time.perf_counter
 
     def add(self, request: Request) -> None:
@@ -73,10 +73,12 @@ class EngineCore(Core[Request]):
                 return []
             if self._launching:
                 self._scheduler.compute_again()
-            return self._scheduler.schedule()
+            scheduled = self._scheduler.schedule()
+            self._launching = bool(scheduled)
+            return scheduled
 
     def _launch(self, scheduled: list[ScheduledSequence]) -> None:
-        self._launching, launched_at = True, time.perf_counter()
+        launched_at = time.perf_counter()
         newest = self.in_flight[-1] if self.in_flight else None
         tokens = self._executor.run(scheduled, newest)
         with self.reset_on_error():

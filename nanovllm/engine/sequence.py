@@ -42,8 +42,6 @@ class KVBlocks:
         hashes: hashes of its full blocks, each computed once.
         version: number of times that a table has grown.
         row: row of a snapshot that its state begins with, where the model keeps states; 0: none.
-        stops: positions at which others want a snapshot of its state.
-        saved_at: position of the snapshot that a step on its way takes; 0: there is none.
     """
 
     table: list[int] = field(default_factory=list)
@@ -52,8 +50,6 @@ class KVBlocks:
     hashes: list[int] = field(default_factory=list)
     version: int = 0
     row: int = 0
-    stops: set[int] = field(default_factory=set)
-    saved_at: int = 0
 
 
 class Sent(NamedTuple):

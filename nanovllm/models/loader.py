@@ -4,6 +4,7 @@ Knows safetensors files; each layer names the tensors that fill it (`Layer.shard
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ OTHER_PARTS = tuple(
     for part in ("vision_tower", "multi_modal_projector", "visual")
 )
 DRAFTS = "mtp."  # prefix of layers that draft tokens (Qwen3.5), which are left out of any model
+GATES = re.compile(r"\.in_proj_(a|b|ba)\.")  # of Gated DeltaNet, in names
 STACKED = ".mlp.experts.gate_up_proj"  # end of the name of experts in one tensor
 ROWS = 4096  # rows of a matrix to compare at once
 _SHOWN = 8  # names listed in an error
@@ -158,6 +160,11 @@ def _other_names(files: Iterable[str], is_part: bool) -> dict[str, str]:
 
 def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
     """The facts of a checkpoint, with those that only its tensors tell."""
+    if config.delta_net is not None:
+        has_codes = any(
+            GATES.search(name) and name.endswith(OF_CODES) for name in find_weights(directory)
+        )
+        config = replace(config, delta_net=replace(config.delta_net, gates_in_codes=has_codes))
     return _with_own_head(_with_stacked_experts(config, directory), directory)
 
 

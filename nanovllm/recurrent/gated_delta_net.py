@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoint.model_config import DeltaNetConfig, ModelConfig
-from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.layers.base import Build, Hidden, Per, State, StatefulLayer
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.weights.quantized import QuantizedWeight
@@ -58,10 +57,7 @@ class GatedDeltaNet(StatefulLayer):
         checkpoint, if it has codes for them, which become numbers after loading.
         """
         gates = _gates(self.facts, build)
-        whole = build.quantization
-        if whole in (None, WHILE_LOADING) or all(
-            whole.of([f"{build.path}.{name}"]) is None for name in gates
-        ):
+        if not self.facts.gates_in_codes:
             plain = build.at("in_proj_gates")._replace(quantization=None)
             self.in_proj_gates = ColumnParallelLinear(inputs, gates, False, plain)
             return ["in_proj_gates"]

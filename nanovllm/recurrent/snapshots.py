@@ -13,6 +13,7 @@ the one that was used least recently, when another needs the row.
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 
 from nanovllm.engine.block_manager import Block, BlockManager
@@ -23,6 +24,26 @@ from nanovllm.engine.sequence import ScheduledSequence, Sequence
 UNIT = 64
 DISTANCE = 512  # tokens between snapshots of a prompt: each ends a step early
 LOOK_AHEAD = 32  # waiting sequences for which snapshots are taken and kept
+
+
+@dataclass(eq=False, slots=True)
+class Holder:
+    """A sequence that holds blocks.
+
+    Attributes:
+        seq: the sequence.
+        stops: positions at which a snapshot of its state is wanted.
+        saved_at: position of the snapshot that a step on its way takes; 0: there is none.
+    """
+
+    seq: Sequence
+    stops: set[int] = field(default_factory=set)
+    saved_at: int = 0
+
+    @property
+    def positions(self) -> set[int]:
+        """The positions of snapshots that are to come."""
+        return self.stops | {self.saved_at} if self.saved_at else self.stops
 
 
 class SnapshotBlockManager(BlockManager):
@@ -56,9 +77,9 @@ class SnapshotBlockManager(BlockManager):
         self._free_rows = list(reversed(rows))
         self.snapshots: OrderedDict[int, int] = OrderedDict()
         self._saving: dict[int, int] = {}  # sequence ids, by rows that steps on their way write
-        # By sequence id: those that hold blocks, and those of them that will leave snapshots.
-        self._holders: dict[int, Sequence] = {}
-        self._leaving: dict[int, Sequence] = {}
+        # By sequence id; and those of them that will leave snapshots.
+        self._holders: dict[int, Holder] = {}
+        self._leaving: dict[int, Holder] = {}
         self._needed: set[int] = set()  # chain ids of snapshots that the first waiting begin at
         self._known: tuple[Sequence | None, int] = None, 0  # of the last look into the cache
         self.num_snapshots = self.num_snapshot_hits = self.num_snapshot_tokens = 0
@@ -98,14 +119,13 @@ class SnapshotBlockManager(BlockManager):
             self._stop(owner, stop)
         return self._will_leave(seq, len(hits))
 
-    def _stop(self, seq: Sequence, position: int) -> None:
-        """Have a snapshot taken of the state of `seq` at a position, if it takes none near it."""
-        stops = seq.kv.stops
-        if all(abs(position - other) >= self.distance for other in stops):
-            stops.add(position)
-            self._leaving[seq.seq_id] = seq
+    def _stop(self, holder: Holder, position: int) -> None:
+        """Have a snapshot taken of the state of a sequence at a position, if none is near it."""
+        if all(abs(position - other) >= self.distance for other in holder.stops):
+            holder.stops.add(position)
+            self._leaving[holder.seq.seq_id] = holder
 
-    def _next_junction(self, seq: Sequence) -> tuple[int, Sequence | None]:
+    def _next_junction(self, seq: Sequence) -> tuple[int, Holder | None]:
         """The position at which the tokens of a waiting sequence leave those that a running one
         computes, or a bit before it; and the one that runs, if it has not passed the place.
         """
@@ -119,7 +139,7 @@ class SnapshotBlockManager(BlockManager):
             return 0, None
         other = self._holders[owner]
         stop = end * self.block_size
-        return (stop, other) if stop > other.num_computed_tokens else (0, None)
+        return (stop, other) if stop > other.seq.num_computed_tokens else (0, None)
 
     def _will_leave(self, seq: Sequence, num_hits: int) -> bool:
         """Whether a running sequence will leave a snapshot, or a step on its way takes one, further
@@ -127,20 +147,20 @@ class SnapshotBlockManager(BlockManager):
         """
         most, hashes = self._max_shared_blocks(seq), seq.kv.hashes
         for other in self._leaving.values():
-            for position in (*other.kv.stops, other.kv.saved_at):
+            for position in other.positions:
                 last = position // self.block_size - 1
-                if num_hits <= last < most and other.kv.hashes[last] == hashes[last]:
+                if num_hits <= last < most and other.seq.kv.hashes[last] == hashes[last]:
                     return True
         return False
 
     def _share_prefix(self, seq: Sequence, hits: list[Block]) -> None:
         kv = seq.kv
-        self._holders[seq.seq_id] = seq
+        self._holders[seq.seq_id] = holder = Holder(seq)
         # The next one that comes so far begins at a snapshot.
         known = self._num_known(seq)
         stop = known - known % self._blocks_of_unit
         if stop > len(hits):
-            self._stop(seq, stop * self.block_size)
+            self._stop(holder, stop * self.block_size)
         if hits:
             chain_id = hits[-1].chain_id
             kv.row = self.snapshots[chain_id]
@@ -153,8 +173,7 @@ class SnapshotBlockManager(BlockManager):
         super().deallocate(seq)
         self._holders.pop(seq.seq_id, None)
         self._leaving.pop(seq.seq_id, None)
-        seq.kv.stops.clear()
-        seq.kv.row = seq.kv.saved_at = 0
+        seq.kv.row = 0
 
     def _forget(self, block: Block) -> None:
         super()._forget(block)
@@ -183,14 +202,14 @@ class SnapshotBlockManager(BlockManager):
         return [self._cut(item) for item in scheduled]
 
     def _cut(self, item: ScheduledSequence) -> ScheduledSequence:
-        kv = item.seq.kv
-        stop = min((s for s in kv.stops if item.start < s <= item.end), default=0)
+        holder = self._holders[item.seq.seq_id]
+        stop = min((s for s in holder.stops if item.start < s <= item.end), default=0)
         if not stop:
             return item
-        kv.stops.discard(stop)
+        holder.stops.discard(stop)
         if not (row := self._take_row()):
             return item
-        self._saving[row], kv.saved_at = item.seq.seq_id, stop
+        self._saving[row], holder.saved_at = item.seq.seq_id, stop
         samples = item.samples and stop == item.end
         return item._replace(num_tokens=stop - item.start, samples=samples, save=row)
 
@@ -208,9 +227,7 @@ class SnapshotBlockManager(BlockManager):
     def booked(self, item: ScheduledSequence) -> None:
         del self._saving[item.save]
         seq, end = item.seq, item.end
-        seq.kv.saved_at = 0
-        if not seq.kv.stops:
-            self._leaving.pop(seq.seq_id, None)
+        self._has_left(self._holders[seq.seq_id])
         chain_id = self.blocks[seq.kv.table[end // self.block_size - 1]].chain_id
         if chain_id in self.snapshots:
             self._free_rows.append(item.save)
@@ -223,8 +240,17 @@ class SnapshotBlockManager(BlockManager):
         self._free_rows.append(item.save)
 
     def drop_all_saves(self) -> None:
-        self._free_rows += self._saving
+        for row, seq_id in self._saving.items():
+            self._free_rows.append(row)
+            if seq_id in self._holders:
+                self._has_left(self._holders[seq_id])
         self._saving.clear()
+
+    def _has_left(self, holder: Holder) -> None:
+        """The step that takes a snapshot of a sequence is on its way no more."""
+        holder.saved_at = 0
+        if not holder.stops:
+            self._leaving.pop(holder.seq.seq_id, None)
 
     def describe(self) -> dict[str, int]:
         return {
