@@ -185,11 +185,18 @@ def few_sequences(summary: Summary) -> Finding | None:
     share, bounded_share = summary.share(lacking), summary.share(bounded)
     base = f"A decode step reads all weights, whether its batch size is 1 or {few}"
     if bounded_share >= MOST:
+        limit, remedy = "the limit set by `max_num_seqs`", "Raise `max_num_seqs`."
+        if facts["max_num_seqs"] < facts.get("asked_num_seqs", 0):
+            limit = "as memory holds the states of no more"
+            remedy = (
+                "Leave more memory for states: a higher `gpu_memory_utilization`, smaller weights "
+                '(`quantization="fp8"`), or part of them (`tensor_parallel_size`).'
+            )
         text = (
             f"Requests waited {percent(bounded_share)} of the time although at most "
-            f"{facts['max_num_seqs']:,} sequences ran, the limit set by `max_num_seqs`. {base}."
+            f"{facts['max_num_seqs']:,} sequences ran, {limit}. {base}."
         )
-        return Finding(FEW_SEQUENCES, bounded_share, text, "Raise `max_num_seqs`.")
+        return Finding(FEW_SEQUENCES, bounded_share, text, remedy)
     pairs = zip(engines, lacking, strict=True)
     rows = sum(float((each["rows"] * part).sum()) for each, part in pairs)
     mean_rows = rows / max(share * summary.busy_seconds, 1e-9)

@@ -80,6 +80,7 @@ def engine_facts(
         **description,
         "device_name": hardware_name(description["device"]) if on_gpu else "CPU",
         **{name: getattr(config, name) for name in (*options, "enable_prefix_caching")},
+        "asked_num_seqs": config.max_num_seqs,
         "data_parallel_size": config.data_parallel_size,
         "windows": sorted(windows),
         "config": model_config.source,

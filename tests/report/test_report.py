@@ -250,6 +250,14 @@ TINY_POOL = {**SMALL, "num_kvcache_blocks": 12}
 CROWD = [[i + 1] * 12 for i in range(24)]
 
 
+def test_memory_for_states_is_no_fault_of_an_option(path: Path) -> None:
+    few = {"decode": 16, "held_by": "sequences"}
+    for asked, remedy in ((16, "Raise `max_num_seqs`."), (512, "Leave more memory for states")):
+        facts = {**H200, "max_num_seqs": 16, "asked_num_seqs": asked}
+        [finding] = find(summary_of(path, run((9, few), facts=facts)))
+        assert finding.cause == findings.FEW_SEQUENCES and finding.remedy.startswith(remedy)
+
+
 def test_causes_of_real_runs(checkpoint: Path, path: Path) -> None:
     """Engines on a CPU, which are made to suffer from one cause each."""
 
