@@ -175,6 +175,7 @@ def test_metrics_explain_a_run(llm):
         "data_parallel_size": 1,
         "all_reduce": "none",
         "cuda_graphs": 0,
+        "max_num_seqs": 8,
         "num_graph_replays": 0,
         "num_shared_prefix_steps": 0,
         "num_kernels_compiling": 0,
