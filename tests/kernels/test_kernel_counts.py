@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 STAND_IN = Path(__file__).parents[1] / "stand_in.py"
 SOME = ["plain", "one prompt", "prefix of a group", "all controls"]  # kinds of work
@@ -49,7 +50,8 @@ MODELS = {
     "gpt-oss-20b": Model({"max_model_len": 40960}, 37, 30),
     "partly in fp8": Model(
         {"max_model_len": 4096, "quantization_config": PARTLY},
-        49,
+        48
+        + (TRITON >= (3, 9)),  # seen: a product in FP8 is one kernel there with 3.8, two with 3.9
         23,
         num_layers=5,
         shape="qwen3-0.6b",
