@@ -25,10 +25,8 @@ class Lfm2Attention(nn.Module):
         self.out_proj = RowParallelLinear(width, M, False, build.at("out_proj"))
         plain, is_last = build._replace(fused=False), i == config.num_hidden_layers - 1
         self.q_layernorm, self.k_layernorm = norm(config, plain, D), norm(config, plain, D)
-        norms, scoring = (
-            (self.q_layernorm, self.k_layernorm),
-            scoring_of(config, i, build.max_model_len),
-        )
+        norms = self.q_layernorm, self.k_layernorm
+        scoring = scoring_of(config, i, build.max_model_len)
         self.attn = Attention(self.qkv_proj, D, rope, norms, scoring, is_last, build)
 
     def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:

@@ -160,25 +160,31 @@ def _other_names(files: Iterable[str], is_part: bool) -> dict[str, str]:
 
 def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
     """The facts of a checkpoint, with those that only its tensors tell."""
-    if config.delta_net is not None:
-        has_codes = any(
-            GATES.search(name) and name.endswith(OF_CODES) for name in find_weights(directory)
-        )
-        config = replace(config, delta_net=replace(config.delta_net, gates_in_codes=has_codes))
-    return _with_own_head(_with_stacked_experts(config, directory), directory)
-
-
-def _with_own_head(config: ModelConfig, directory: Path) -> ModelConfig:
-    """The facts of a checkpoint. If its config.json ties the LM head to the embedding, but the
-    checkpoint has a head with other values, that head counts, as in transformers, with a warning.
-    """
-    if not config.tie_word_embeddings:
+    has_shared = config.experts is not None and config.experts.has_shared
+    if not (config.tie_word_embeddings or config.delta_net is not None or has_shared):
         return config
     files = find_weights(directory)
+    changes: dict[str, Any] = {}
+    if config.delta_net is not None:
+        has_codes = any(GATES.search(name) and name.endswith(OF_CODES) for name in files)
+        changes["delta_net"] = replace(config.delta_net, gates_in_codes=has_codes)
+    if config.experts is not None and has_shared:
+        # Experts one by one, or all in one tensor: no config.json of these models says which.
+        is_stacked = any(name.endswith(STACKED) for name in files)
+        changes["experts"] = replace(config.experts, packed=is_stacked)
+    if config.tie_word_embeddings and _has_own_head(config, files, directory):
+        changes["tie_word_embeddings"] = False
+    return replace(config, **changes)
+
+
+def _has_own_head(config: ModelConfig, files: Mapping[str, Path], directory: Path) -> bool:
+    """Whether a checkpoint whose config.json ties the LM head to the embedding has a head with
+    other values. It counts, as in transformers, with a warning.
+    """
     names = _other_names(files, config.is_part)
     embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
     if not {embedding, head} <= files.keys() or _are_equal(files, embedding, head):
-        return config
+        return False
     logger.warning(
         "%s: config.json sets `tie_word_embeddings`, but %s differs from %s: both are loaded, as "
         "in transformers; set `tie_word_embeddings` to false",
@@ -186,17 +192,7 @@ def _with_own_head(config: ModelConfig, directory: Path) -> ModelConfig:
         head,
         embedding,
     )
-    return replace(config, tie_word_embeddings=False)
-
-
-def _with_stacked_experts(config: ModelConfig, directory: Path) -> ModelConfig:
-    """The facts of a checkpoint. Files of Qwen3.5 have experts one by one, or all in one tensor,
-    and no config.json says which.
-    """
-    if config.experts is None or not config.experts.has_shared:
-        return config
-    is_stacked = any(name.endswith(STACKED) for name in find_weights(directory))
-    return replace(config, experts=replace(config.experts, packed=is_stacked))
+    return True
 
 
 def _are_equal(files: Mapping[str, Path], name: str, other: str) -> bool:

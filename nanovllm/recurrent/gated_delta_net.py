@@ -4,23 +4,21 @@ Names of the checkpoint's tensors, shapes and formulas: transformers, models/qwe
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.checkpoint.model_config import DeltaNetConfig, ModelConfig
-from nanovllm.layers.base import Build, Hidden, Per, State, StatefulLayer
+from nanovllm.layers.base import Build, Hidden, Per, State
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.weights.quantized import QuantizedWeight
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.recurrent import delta_rule
-from nanovllm.recurrent.step_chunks import Bounds, chunks_of_step
+from nanovllm.recurrent.layer import Bounds, RecurrentLayer, chunks_of_step
 from nanovllm.tensors.delta_net import DeltaNet, DeltaState
-from nanovllm.utils.context import get_context
 
 
-class GatedDeltaNet(StatefulLayer):
+class GatedDeltaNet(RecurrentLayer):
     """A layer of Hv value heads, Hv / Hk of which share a key head: [T, M] -> [T, M].
 
     A projection gives q, k, v and z of each token, another the numbers b and a of each head. A
@@ -28,17 +26,13 @@ class GatedDeltaNet(StatefulLayer):
     value v at the key k, and answers the query q. The answers are normalised and gated by z.
 
     The ranks divide the heads. Parameters of the decay, and the gated norm's, stay in float32.
-
-    Args:
-        is_last: whether this is the model's last layer, after which only the rows
-            `Context.kept_rows` are used.
     """
 
     def __init__(self, config: ModelConfig, is_last: bool, build: Build) -> None:
-        super().__init__()
+        super().__init__(is_last, build)
         facts, group = config.delta_net, build.group
         assert facts is not None, "a model without such layers"
-        M, self.facts, self.is_last, self.build = config.hidden_size, facts, is_last, build
+        M, self.facts = config.hidden_size, facts
         Hv, V, J = facts.num_value_heads, facts.value_head_dim, facts.conv_kernel_dim
         self.num_key_heads = facts.num_key_heads // group.size
         self.num_value_heads = Hv // group.size
@@ -96,55 +90,33 @@ class GatedDeltaNet(StatefulLayer):
         yield f"{path}.norm.weight", Shard.whole(self.norm.data)
 
     def forward(self, hidden: Hidden) -> Hidden:
-        mixed, gates = self.in_proj(hidden), self._gates_of(hidden)
-        out = self._mix(mixed, gates)
-        rows = get_context().kept_rows if self.is_last else None
-        return self.out_proj(out if rows is None else out.index_select(0, rows))
+        return self.out_proj(self._mix(self.in_proj(hidden), self._gates_of(hidden)))
 
-    def _mix(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """The gated answers of the heads, for the tokens of a step.
-
-        Args:
-            mixed: [T, C + Hv V], q, k, v, and z of each token.
-            gates: [T, 2 Hv], b of all heads, then a.
-
-        Returns:
-            [T, Hv V]
+    def _decode(
+        self, inputs: list[torch.Tensor], slots: torch.Tensor, context_lens: torch.Tensor
+    ) -> torch.Tensor:
+        """The gated answers of the heads at decodes: [D, C + Hv V], q, k, v and z of each token,
+        and [D, 2 Hv], b of all heads, then a, -> [D, Hv V]; see `delta_rule.decode`.
         """
-        context, layer = get_context(), self.parameters_of_kernels()
-        n, slots = context.num_decodes, context.slots
-        assert slots is not None, "sequences have slots"
-        parts = []
-        if n:
-            own = mixed[:n], gates[:n], layer, self.state, slots[:n], context.context_lens[:n]
-            parts.append(self._decode(*own))
-        if context.cu_seqlens_q is not None:
-            assert context.cu_seqlens_k is not None, "both are of prompts"
-            bounds = slots[n:], context.cu_seqlens_q, context.cu_seqlens_k
-            parts.append(self._prompts(mixed[n:], gates[n:], layer, bounds))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _decode(self, *of_decodes: Any) -> torch.Tensor:
-        """See `delta_rule.decode`."""
+        mixed, gates = inputs
+        of_decodes = mixed, gates, self._delta_net(), self.state, slots, context_lens
         if not self.build.fused:
             return delta_rule.decode(*of_decodes)
         from nanovllm.kernels.recurrent import delta_decode
 
         return delta_decode.decode(*of_decodes)
 
-    def _prompts(
-        self, mixed: torch.Tensor, gates: torch.Tensor, layer: DeltaNet, bounds: Bounds
-    ) -> torch.Tensor:
-        """See `delta_rule.prompts`."""
+    def _prompts(self, inputs: list[torch.Tensor], bounds: Bounds) -> torch.Tensor:
+        """The same at tokens of prompts; see `delta_rule.prompts`."""
+        mixed, gates = inputs
+        of_prompts = mixed, gates, self._delta_net(), self.state, *bounds
         if not self.build.fused:
-            return delta_rule.prompts(mixed, gates, layer, self.state, *bounds)
+            return delta_rule.prompts(*of_prompts)
         from nanovllm.kernels.recurrent import delta_prompt
 
-        chunks = chunks_of_step(get_context(), len(mixed))
-        return delta_prompt.prompts(mixed, gates, layer, self.state, *bounds, chunks)
+        return delta_prompt.prompts(*of_prompts, chunks_of_step(len(mixed)))
 
-    def parameters_of_kernels(self) -> DeltaNet:
-        """The parameters as kernels take them."""
+    def _delta_net(self) -> DeltaNet:
         return DeltaNet(
             self.conv, self.A_log, self.dt_bias, self.norm, self.eps, self.num_key_heads
         )

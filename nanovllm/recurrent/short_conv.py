@@ -9,28 +9,23 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.layers.base import Build, Hidden, Per, State, StatefulLayer
+from nanovllm.layers.base import Build, Hidden, Per, State
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.recurrent import causal_conv
-from nanovllm.recurrent.step_chunks import Bounds, chunks_of_step
-from nanovllm.utils.context import get_context
+from nanovllm.recurrent.layer import Bounds, RecurrentLayer, chunks_of_step
 
 
-class ShortConv(StatefulLayer):
+class ShortConv(RecurrentLayer):
     """`out(C * conv(B * x))` of a projection to B, C and x, each of M channels: [T, M] -> [T, M].
     The ranks divide the channels.
-
-    Args:
-        is_last: whether this is the model's last layer, after which only the rows
-            `Context.kept_rows` are used.
     """
 
     def __init__(self, config: ModelConfig, is_last: bool, build: Build) -> None:
-        super().__init__()
+        super().__init__(is_last, build)
         facts, M = config.short_conv, config.hidden_size
         assert facts is not None, "a model without such layers"
-        self.is_last, self.build, self.taps = is_last, build, facts.kernel_size
+        self.taps = facts.kernel_size
         self.channels = Part.equal(M, build.group)
         outputs = {"in_proj": Part.packed([self.channels] * 3)}
         own = build.at("in_proj")
@@ -59,39 +54,28 @@ class ShortConv(StatefulLayer):
             yield f"{path}.conv.bias", Shard(self.bias.data, (self.channels,))
 
     def forward(self, hidden: Hidden) -> Hidden:
-        mixed = self._mix(self.in_proj(hidden))
-        rows = get_context().kept_rows if self.is_last else None
-        return self.out_proj(mixed if rows is None else mixed.index_select(0, rows))
+        return self.out_proj(self._mix(self.in_proj(hidden)))
 
-    def _mix(self, bcx: torch.Tensor) -> torch.Tensor:
-        """`C * conv(B * x)` for the tokens of a step: [T, 3 M of this rank] -> [T, M of it]."""
-        context = get_context()
-        n, slots = context.num_decodes, context.slots
-        assert slots is not None, "sequences have slots"
-        parts = []
-        if n:
-            parts.append(self._decode(bcx[:n], slots[:n], context.context_lens[:n]))
-        if context.cu_seqlens_q is not None:
-            assert context.cu_seqlens_k is not None, "both are of prompts"
-            bounds = slots[n:], context.cu_seqlens_q, context.cu_seqlens_k
-            parts.append(self._prompts(bcx[n:], bounds))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _decode(self, bcx: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    def _decode(
+        self, inputs: list[torch.Tensor], slots: torch.Tensor, context_lens: torch.Tensor
+    ) -> torch.Tensor:
+        """`C * conv(B * x)` at decodes: [D, 3 M of this rank] -> [D, M of it]"""
+        [bcx] = inputs
         if self.build.fused:
             from nanovllm.kernels.recurrent import short_conv
 
-            return short_conv.decode(bcx, self.weight, self.bias, self.tail, slots, lens)
+            return short_conv.decode(bcx, self.weight, self.bias, self.tail, slots, context_lens)
         before, after, x = bcx.chunk(3, -1)
-        return self._gate(
-            causal_conv.decode(before * x, self.weight, self.tail, slots, lens), after
-        )
+        out = causal_conv.decode(before * x, self.weight, self.tail, slots, context_lens)
+        return self._gate(out, after)
 
-    def _prompts(self, bcx: torch.Tensor, bounds: Bounds) -> torch.Tensor:
+    def _prompts(self, inputs: list[torch.Tensor], bounds: Bounds) -> torch.Tensor:
+        """The same at tokens of prompts."""
+        [bcx] = inputs
         if self.build.fused:
             from nanovllm.kernels.recurrent import short_conv
 
-            chunks = chunks_of_step(get_context(), len(bcx))
+            chunks = chunks_of_step(len(bcx))
             return short_conv.prompts(bcx, self.weight, self.bias, self.tail, *bounds, chunks)
         before, after, x = bcx.chunk(3, -1)
         return self._gate(causal_conv.prompts(before * x, self.weight, self.tail, *bounds), after)

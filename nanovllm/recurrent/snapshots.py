@@ -68,11 +68,11 @@ class SnapshotBlockManager(BlockManager):
         block_size: int,
         rows: range,
         unit: int = UNIT,
-        distance: int | None = None,
+        distance: int = DISTANCE,
     ) -> None:
         super().__init__(num_blocks, block_size, enable_prefix_caching=len(rows) > 0)
         self.rows, self.unit = rows, math.lcm(unit, block_size)
-        self.distance = DISTANCE if distance is None else distance
+        self.distance = distance
         self._blocks_of_unit = self.unit // block_size
         self._free_rows = list(reversed(rows))
         self.snapshots: OrderedDict[int, int] = OrderedDict()
@@ -114,10 +114,16 @@ class SnapshotBlockManager(BlockManager):
         """Whether a running sequence leaves a snapshot, further on than the `hits`, that `seq` can
         begin at. Have it do so, if it computes what they share.
         """
+        self._stop_at_junction(seq, hits)
+        return self._will_leave(seq, len(hits))
+
+    def _stop_at_junction(self, seq: Sequence, hits: list[Block]) -> None:
+        """Have a snapshot taken where the tokens of a waiting sequence leave those that a running
+        one computes, if that is further on than the hits.
+        """
         stop, owner = self._next_junction(seq)
         if owner is not None and stop > len(hits) * self.block_size:
             self._stop(owner, stop)
-        return self._will_leave(seq, len(hits))
 
     def _stop(self, holder: Holder, position: int) -> None:
         """Have a snapshot taken of the state of a sequence at a position, if none is near it."""
@@ -189,15 +195,12 @@ class SnapshotBlockManager(BlockManager):
         """These items, or their tokens up to where a snapshot is wanted by one of the first that
         wait; with a row for that.
         """
-        self._known = None, 0
         self._needed.clear()
         for seq in islice(waiting, LOOK_AHEAD if scheduled else 0):
             hits = self.find_prefix(seq)
             if hits:
                 self._needed.add(hits[-1].chain_id)
-            stop, other = self._next_junction(seq)
-            if other is not None:
-                self._stop(other, stop)
+            self._stop_at_junction(seq, hits)
         self._known = None, 0
         return [self._cut(item) for item in scheduled]
 

@@ -48,13 +48,14 @@ from nanovllm.checkpoint.model_config import (
 from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
+from nanovllm.engine import assembly
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.layers.base import Build
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
-from nanovllm.recurrent import snapshots
 from nanovllm.recurrent.gated_delta_net import GatedDeltaNet
 from nanovllm.recurrent.short_conv import ShortConv
+from nanovllm.recurrent.snapshots import SnapshotBlockManager
 from nanovllm.sizing import memory
 from nanovllm.sizing.model_size import model_size, states
 from nanovllm.utils.context import Context, use_context
@@ -591,7 +592,8 @@ BRANCHES = [
 @pytest.fixture
 def close_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots of a prompt may be next to each other."""
-    monkeypatch.setattr(snapshots, "DISTANCE", 1)
+    manager = partial(SnapshotBlockManager, distance=1)
+    monkeypatch.setattr(assembly, "SnapshotBlockManager", manager)
 
 
 @pytest.mark.usefixtures("close_by")

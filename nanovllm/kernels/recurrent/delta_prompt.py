@@ -57,14 +57,15 @@ def chunks_of(cu_seqlens_q: torch.Tensor, T: int) -> torch.Tensor:
 
 
 def _scan_stages(mixed: torch.Tensor, num_programs: int, K: int) -> int:
-    """Number of chunks in shared memory at a time: as many as there is room for if each of the
-    programs shall run at once. Of several on a multiprocessor, others compute while one waits.
+    """Number of chunks in shared memory at a time: three if each program has a multiprocessor of
+    its own, two of several, of which others compute while one waits (measured).
+
+    One is as fast, but reads beyond the shared memory: Triton 3.6 and 3.7 compile several products
+    of 32 columns for Hopper so, where loads are not pipelined (triton-lang/triton, issue 11366).
     """
     if mixed.element_size() == 4 or not has_room(mixed):
         return 1
-    if num_programs <= MULTIPROCESSORS:
-        return 3 if K <= 128 else 2
-    return 2 if num_programs <= 2 * MULTIPROCESSORS and K <= 128 else 1
+    return 3 if num_programs <= MULTIPROCESSORS and K <= 128 else 2
 
 
 def prompts(
