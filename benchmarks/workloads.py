@@ -9,6 +9,9 @@
     first-token    one 128-token prompt, 1 new token; only if named
     long           4 prompts of 32,000 tokens, 1 new token each; only if named, and with
                    --max-model-len 32768
+    chats          1024 prompts of 243 and outputs of 200 tokens in the mean, exponentially
+                   distributed: ShareGPT's mean lengths, about; only if named
+    summaries      1024 prompts of 1024 tokens, 128 new tokens each; only if named
 
     python benchmarks/workloads.py --dummy qwen3-0.6b [--only bs1 wide] [--repeat 3]
 
@@ -75,6 +78,17 @@ def shared_prefix(rng: random.Random) -> Workload:
     return uniform([common + own for own in many(rng, 256, 64)], 64, False, 2048)
 
 
+def chats(rng: random.Random) -> Workload:
+    """1024 prompts whose lengths, and those of their outputs, are exponentially distributed."""
+    lengths = [[1 + int(rng.expovariate(1 / mean)) for mean in (243, 200)] for _ in range(1024)]
+    prompts = [random_prompt(rng, min(length, 2048)) for length, _ in lengths]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=min(length, 2000))
+        for _, length in lengths
+    ]
+    return Workload(prompts, params, True)
+
+
 WORKLOADS: dict[str, Callable[[random.Random], Workload]] = {
     "bench-0": lambda rng: Workload(*harness.workload(256, 0, 10001), True),
     "bench-1": lambda rng: Workload(*harness.workload(256, 1, 10001), True),
@@ -85,8 +99,10 @@ WORKLOADS: dict[str, Callable[[random.Random], Workload]] = {
     "wide": lambda rng: uniform(many(rng, 1024, 128), 128, True),
     "first-token": lambda rng: uniform(many(rng, 1, 128), 1, False),
     "long": lambda rng: uniform(many(rng, 4, 32000), 1, False),
+    "chats": chats,
+    "summaries": lambda rng: uniform(many(rng, 1024, 1024), 128, True),
 }
-IF_NAMED = ("first-token", "long")
+IF_NAMED = ("first-token", "long", "chats", "summaries")
 
 
 def make(name: str, vocab_size: int) -> Workload:

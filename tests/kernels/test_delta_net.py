@@ -245,6 +245,16 @@ def test_states_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         case.decode(1, 0)
 
 
+@pytest.mark.gpu
+def test_more_programs_than_multiprocessors() -> None:
+    """Of the heads of a model. Several programs share a multiprocessor, each with less of it."""
+    case = Case(triton_form(), 5, Hk=16, Hv=32, K=128, V=128, dtype=torch.bfloat16, seed=80)
+    case.append((0, 130), (1, 64), (2, 65), (3, 200), (4, 1))
+    case.append((2, 64), (0, 3))
+    case.decode(*range(5), padding=11)
+    case.decode(3, 1)
+
+
 @pytest.mark.parametrize(("steepest", "lowest"), [(20.0, -80.0), (20000.0, -80000.0)])
 def test_what_decays_at_once(form: Any, steepest: float, lowest: float) -> None:
     """After a token at which a state is forgotten (exp(-80) in float32 times anything is nothing),
