@@ -169,7 +169,7 @@ def assert_greedy(path: Path, prompts: list[list[int]], outputs: list[RequestOut
     for prompt, output in zip(prompts, outputs, strict=True):
         found = output["token_ids"]
         wanted = _likeliest(path, (*prompt, *found))[len(prompt) - 1 : -1]
-        assert found and found == wanted
+        assert found and found == wanted, f"of a prompt of {len(prompt)} tokens"
 
 
 @functools.cache

@@ -95,7 +95,9 @@ CHECKPOINTS |= {
     "lfm2": ("lfm2", {**LFM2, "tie_word_embeddings": True, "initializer_range": 0.3}),
     "lfm2, biases": ("lfm2", {**LFM2, "conv_L_cache": 4, "conv_bias": True}),
 }
-_rng = random.Random(5)
+# Of eight seeds that whose tokens are farthest from ties between experts: 3e-5 of a probability. A
+# tie of 4e-6 fell to the other side in a GPU's float32.
+_rng = random.Random(12)
 PROMPTS = [[_rng.randrange(128) for _ in range(n)] for n in (1, 2, 3, 4, 63, 64, 65, 200)]
 LENGTHS = [20, 17, 18, 1, 20, 22, 20, 6]
 PARAMS = [greedy(n, logprobs=0) for n in LENGTHS]
