@@ -109,12 +109,25 @@ TABLES = {
             "FP8": f"{WORKLOADS} --dummy qwen3-30b-a3b --quantization fp8 --only bench-0 bs1",
         },
     ),
+    "states": Table(
+        "Layers with a state",
+        {
+            "Qwen3.5-0.8B shape": f"{WORKLOADS} --dummy qwen3.5-0.8b --only bench-0 bs1 prefill",
+            "Qwen3.5-4B shape": f"{WORKLOADS} --dummy qwen3.5-4b --only bench-0 bs1 prefill",
+            "Qwen3.5-9B shape": (
+                f"{WORKLOADS} --dummy qwen3.5-9b --only bench-0 bs1 prefill shared-prefix"
+            ),
+            "Qwen3.5-35B-A3B shape": f"{WORKLOADS} --dummy qwen3.5-35b-a3b --only bench-0 bs1",
+            "FP8": f"{WORKLOADS} --dummy qwen3.5-35b-a3b --quantization fp8 --only bench-0 bs1",
+        },
+    ),
     "start": Table(
         "Start-up",
         {
             "Qwen3-0.6B shape": f"{FIRST} --dummy qwen3-0.6b --max-model-len 4096",
             "Qwen3-8B shape, FP8": f"{FIRST} --dummy qwen3-8b --quantization fp8",
             "Qwen3-30B-A3B shape": f"{FIRST} --dummy qwen3-30b-a3b",
+            "Qwen3.5-9B shape": f"{FIRST} --dummy qwen3.5-9b",
         },
     ),
     "first-use": Table(
@@ -123,6 +136,17 @@ TABLES = {
             "Qwen3-0.6B shape": f"{FIRST_USE} --dummy qwen3-0.6b",
             "Qwen3-8B shape, FP8": f"{FIRST_USE} --dummy qwen3-8b --quantization fp8",
             "Gemma 3 4B shape": f"{FIRST_USE} --dummy gemma-3-4b",
+            **{
+                f"{name}, long prompts": (
+                    f"{STARTUP} --first-use --settle start --max-model-len 32768 "
+                    f'--only plain "long prompts" --dummy {shape}'
+                )
+                for name, shape in (
+                    ("Qwen3-0.6B shape", "qwen3-0.6b"),
+                    ("Qwen3-8B shape, FP8", "qwen3-8b --quantization fp8"),
+                    ("Gemma 3 4B shape", "gemma-3-4b"),
+                )
+            },
         },
     ),
     "streams": Table(
