@@ -137,11 +137,11 @@ class BlockManager:
     def _holds(block: Block, parent_chain_id: int, token_ids: list[int]) -> bool:
         return block.parent_chain_id == parent_chain_id and block.token_ids == token_ids
 
-    def is_being_computed(self, seq: Sequence, hits: list[Block]) -> bool:
-        """Whether a running sequence is computing the next block that `seq` could share, after
-        the `hits` of `find_prefix`.
+    def postpones(self, seq: Sequence, hits: list[Block]) -> bool:
+        """Whether `seq` should wait, as a running sequence computes the next block that it could
+        share, after the `hits` of `find_prefix`.
 
-        Waiting for it costs a step or a few; starting now computes the same block twice.
+        That costs a step or a few; starting now computes the same block twice.
         """
         num_hits = len(hits)
         return (

@@ -223,7 +223,7 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self._head()
             hits = self.block_manager.find_prefix(seq)
-            if self.block_manager.is_being_computed(seq, hits):
+            if self.block_manager.postpones(seq, hits):
                 del self.waiting[seq]
                 postponed.append(seq)
                 continue

@@ -32,18 +32,22 @@ class Holder:
 
     Attributes:
         seq: the sequence.
-        stops: positions at which a snapshot of its state is wanted.
+        stops: positions at which a snapshot of its state is wanted. It passes some without one: if
+            no row is free, or a decode computes the last token of its prompt.
+        chosen: all positions that ever were among them.
         saved_at: position of the snapshot that a step on its way takes; 0: there is none.
     """
 
     seq: Sequence
     stops: set[int] = field(default_factory=set)
+    chosen: set[int] = field(default_factory=set)
     saved_at: int = 0
 
     @property
     def positions(self) -> set[int]:
         """The positions of snapshots that are to come."""
-        return self.stops | {self.saved_at} if self.saved_at else self.stops
+        ahead = {stop for stop in self.stops if stop > self.seq.num_computed_tokens}
+        return ahead | {self.saved_at} if self.saved_at else ahead
 
 
 class SnapshotBlockManager(BlockManager):
@@ -110,9 +114,9 @@ class SnapshotBlockManager(BlockManager):
         last, count = self._known
         return count if last is seq else len(super().find_prefix(seq))
 
-    def is_being_computed(self, seq: Sequence, hits: list[Block]) -> bool:
+    def postpones(self, seq: Sequence, hits: list[Block]) -> bool:
         """Whether a running sequence leaves a snapshot, further on than the `hits`, that `seq` can
-        begin at. Have it do so, if it computes what they share.
+        begin at. One that computes what they share is asked for it.
         """
         self._stop_at_junction(seq, hits)
         return self._will_leave(seq, len(hits))
@@ -127,8 +131,9 @@ class SnapshotBlockManager(BlockManager):
 
     def _stop(self, holder: Holder, position: int) -> None:
         """Have a snapshot taken of the state of a sequence at a position, if none is near it."""
-        if all(abs(position - other) >= self.distance for other in holder.stops):
+        if all(abs(position - other) >= self.distance for other in holder.chosen):
             holder.stops.add(position)
+            holder.chosen.add(position)
             self._leaving[holder.seq.seq_id] = holder
 
     def _next_junction(self, seq: Sequence) -> tuple[int, Holder | None]:
@@ -252,7 +257,7 @@ class SnapshotBlockManager(BlockManager):
     def _has_left(self, holder: Holder) -> None:
         """The step that takes a snapshot of a sequence is on its way no more."""
         holder.saved_at = 0
-        if not holder.stops:
+        if not holder.positions:
             self._leaving.pop(holder.seq.seq_id, None)
 
     def describe(self) -> dict[str, int]:

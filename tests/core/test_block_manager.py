@@ -241,7 +241,7 @@ def test_without_prefix_caching_nothing_is_hashed_or_found():
     assert num_hits(manager, A + B + TAIL) == 0
     assert not manager.hash_to_block_id and not manager.cached_block_ids
     other = make_seq(A + B)
-    assert not manager.is_being_computed(other, manager.find_prefix(other))
+    assert not manager.postpones(other, manager.find_prefix(other))
 
 
 def test_each_block_is_hashed_once_however_long_the_head_waits():
