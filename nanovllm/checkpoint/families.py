@@ -41,13 +41,14 @@ class Family(NamedTuple):
         packed_experts: whether the checkpoint stores all experts of a layer as one tensor, possibly
             in MXFP4.
         has_shared_expert: whether sparse layers have an expert for all tokens, too.
-        attention_gate: whether config.json may ask for `ModelConfig.attention_gate`, as it does by
-            default.
+        attention_gate: see `ModelConfig`.
         layer_kinds: kinds of layers that `layer_types` in config.json may name.
         by_key_head: see `DeltaNetConfig`.
         interleaved_rope: whether RoPE rotates neighbours (see `RopeParameters`).
         is_part: whether the text model is part of a checkpoint that has others, such as one for
             images; only text is read and written.
+        may_have_parts: whether a checkpoint of the text model may have these parts, too, and the
+            names of the whole.
         defaults: values for keys that config.json lacks or has as null.
         absent: values for keys that config.json lacks, where null means none (a window, a
             soft-cap). Like `defaults`, all come from the classes of transformers.
@@ -77,6 +78,7 @@ class Family(NamedTuple):
     by_key_head: bool = False
     interleaved_rope: bool = False
     is_part: bool = False
+    may_have_parts: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
     absent: Mapping[str, Any] = MappingProxyType({})
     complete: Callable[[Raw], Raw] = _as_it_is
@@ -130,6 +132,8 @@ def _qwen3_next(raw: Raw) -> Raw:
     gate = raw.get("output_gate_type", "swish")
     if gate not in ("swish", "silu"):
         raise ValueError(f"config.json: `output_gate_type` {gate!r} is not supported, only 'swish'")
+    if not read_value(raw, "attn_output_gate", bool, True):
+        raise ValueError("config.json: `attn_output_gate` false is not supported")
     if raw.get("layer_types") is not None:
         return {}
     interval = read_value(raw, "full_attention_interval", int, 4)
@@ -303,6 +307,7 @@ QWEN3_5_SIZES = {
 QWEN3_5 = Family(
     "qwen3_5.Qwen3_5ForCausalLM",
     **QWEN3_NEXT,
+    may_have_parts=True,
     defaults=QWEN3_5_SIZES,
     absent={"num_key_value_heads": 4},
     complete=_qwen3_next,
@@ -312,6 +317,7 @@ QWEN3_5_MOE = Family(
     **QWEN3_NEXT,
     num_experts=("num_local_experts", "num_experts"),
     has_shared_expert=True,
+    may_have_parts=True,
     defaults={
         **QWEN3_5_SIZES,
         "moe_intermediate_size": 512,

@@ -151,7 +151,7 @@ class ModelConfig:
     mlp_bias: bool
     packed_qkv: bool  # one tensor in the checkpoint
     packed_gate_up: bool
-    is_part: bool  # the checkpoint has other parts, such as one for images
+    is_part: bool  # the checkpoint may have other parts, such as one for images
     attention_multiplier: float  # factor of attention scores
     attention_sinks: bool  # see `Scoring`
     attn_logit_softcapping: float  # see `Scoring`; 0: none
@@ -270,12 +270,12 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         "qk_norm": family.qk_norm,
         "qkv_bias": bias if family.qkv_bias is None else family.qkv_bias,
         "output_bias": bias if family.output_bias is None else family.output_bias,
-        "attention_gate": family.attention_gate and read_value(raw, "attn_output_gate", bool, True),
+        "attention_gate": family.attention_gate,
         "mlp_bias": family.mlp_bias and read_value(raw, "mlp_bias", bool, False),
         "quantization": _read_quantization(raw, family),
         "packed_qkv": family.packed_qkv,
         "packed_gate_up": family.packed_gate_up,
-        "is_part": family.is_part,
+        "is_part": family.is_part or family.may_have_parts,
         "attention_multiplier": _read_multiplier(raw, "attention_multiplier", head_dim**-0.5),
         "attention_sinks": family.attention_sinks,
         "attn_logit_softcapping": _read_cap(raw, "attn_logit_softcapping"),

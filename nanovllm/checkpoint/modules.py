@@ -5,13 +5,16 @@ A module is known by its path in the model. Files spell the beginning of a path 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 # Prefixes of the text model: in checkpoints with other parts, without, and without a head.
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 SPECIAL = frozenset("*+?^$()[]{}|\\")  # characters that make a name a regular expression
+BEGIN = r"\A"  # of regular expressions for the beginning of a path
+NAMES_GROUPS = re.compile(r"\\[1-9]|\(\?P|\(\?\(")  # groups with names, and references to groups
 MARK = "re:"  # of regular expressions in compressed-tensors
 
 
@@ -69,9 +72,27 @@ class Modules:
         own = _without_prefix(str(path))
         if own in self.paths or (self.parts and any(part in self.parts for part in _parts(own))):
             return True
-        return any(
-            re.search(pattern, prefix + own) for pattern in self.patterns for prefix in PREFIXES
-        )
+        paths = [prefix + own for prefix in PREFIXES]
+        return any(found(path) for found in self._searches for path in paths)
+
+    @cached_property
+    def _searches(self) -> list[Callable[[str], re.Match[str] | None]]:
+        """The searches for `patterns`. Those for the beginning of a path are one where they can be:
+        a mixture has 31,000 modules, and a list hundreds of patterns.
+        """
+        first = [p.removeprefix(BEGIN) for p in self.patterns if p.startswith(BEGIN)]
+        anywhere = [p for p in self.patterns if not p.startswith(BEGIN)]
+        alike = [p for p in first if _can_be_joined(p)]
+        searches: list[Callable[[str], re.Match[str] | None]] = []
+        searches += [re.compile(p).search for p in anywhere]
+        searches += [re.compile(p).match for p in first if p not in alike]
+        searches += [re.compile("|".join(alike)).match] if alike else []
+        return searches
+
+
+def _can_be_joined(pattern: str) -> bool:
+    """Whether a regular expression means the same as one of several alternatives."""
+    return not NAMES_GROUPS.search(pattern) and re.compile(pattern).flags == re.UNICODE
 
 
 def is_pattern(name: str) -> bool:
@@ -111,8 +132,8 @@ def _pattern(key: str, name: str) -> str:
     """The regular expression to search for that a name in a list stands for."""
     if name.startswith(MARK):
         name = name.removeprefix(MARK)
-        return _checked(key, name, rf"\A(?:{name})")
-    return _checked(key, name, rf"\A(?:{name})(?:(?<=\.)|(?=\.|\Z))")
+        return _checked(key, name, rf"{BEGIN}(?:{name})")
+    return _checked(key, name, rf"{BEGIN}(?:{name})(?:(?<=\.)|(?=\.|\Z))")
 
 
 def _checked(key: str, name: str, pattern: str) -> str:

@@ -155,7 +155,8 @@ def as_saved(own: str, names: Mapping[str, str], files: Container[str]) -> str:
 
 def _other_names(files: Iterable[str], is_part: bool) -> dict[str, str]:
     """Map names of a model's tensors to their names in a checkpoint, if those differ."""
-    return text_names(files) if is_part else bare_names(files)
+    files = list(files)
+    return bare_names(files) | (text_names(files) if is_part else {})
 
 
 def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
@@ -264,7 +265,7 @@ def match(own: Mapping[str, Shard], saved: Collection[str], is_part: bool = Fals
     Args:
         own: shards of the model, see `checkpoint_shards`.
         saved: names of the tensors in the checkpoint, without `OTHER_PARTS`.
-        is_part: whether the checkpoint has such parts.
+        is_part: whether the checkpoint may have such parts.
     """
     names = _other_names(saved, is_part)
     shards = {as_saved(name, names, saved): shard for name, shard in own.items()}
@@ -296,7 +297,7 @@ def load_model(
         model: model to fill.
         directory: directory of the checkpoint.
         check: function called before each tensor, which may raise.
-        is_part: whether the checkpoint has `OTHER_PARTS`, which are left out.
+        is_part: whether the checkpoint may have `OTHER_PARTS`, which are left out.
 
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.

@@ -29,12 +29,14 @@ class Facts(NamedTuple):
     Attributes:
         max_model_len: maximum length of prompt and output together, in tokens, by the model and
             the options.
+        max_num_seqs: number of sequences that may run, see `KVCachePool`.
         num_blocks: blocks of its KV pool.
         pool_tokens: number of tokens of the longest sequence that the pool holds, alone.
         description: options that took effect, see `ModelRunner.describe`.
     """
 
     max_model_len: int
+    max_num_seqs: int
     num_blocks: int
     pool_tokens: int
     description: dict[str, Any]

@@ -49,6 +49,7 @@ class Replica(LLMEngine):
         built = self.model_runner.built
         return Facts(
             built.build.max_model_len,
+            built.pool.max_num_seqs,
             built.num_blocks,
             built.pool_tokens,
             self.model_runner.describe(),

@@ -45,18 +45,24 @@ class ReplicatedCore(Core[RemoteRequest]):
         replicas: processes, which have started.
         config: options of the engine.
         max_model_len: maximum length of prompt and output together, in tokens.
+        max_num_seqs: maximum number of sequences that each replica runs at once.
         pool_tokens: tokens that fit the KV pool of each replica.
     """
 
     def __init__(
-        self, replicas: Replicas, config: Config, max_model_len: int, pool_tokens: int
+        self,
+        replicas: Replicas,
+        config: Config,
+        max_model_len: int,
+        max_num_seqs: int,
+        pool_tokens: int,
     ) -> None:
         super().__init__()
         self._replicas = replicas
         self._dispatcher = Dispatcher(
             config.data_parallel_size,
             block_size=config.kvcache_block_size if config.enable_prefix_caching else 0,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             pool_tokens=pool_tokens,
             max_model_len=max_model_len,
         )

@@ -153,6 +153,7 @@ class Replicas:
         facts = [replica.facts for replica in self._replicas.values() if replica.facts is not None]
         return facts[0]._replace(
             max_model_len=min(each.max_model_len for each in facts),
+            max_num_seqs=min(each.max_num_seqs for each in facts),
             num_blocks=min(each.num_blocks for each in facts),
             pool_tokens=min(each.pool_tokens for each in facts),
         )

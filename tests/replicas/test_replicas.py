@@ -13,10 +13,11 @@ import sys
 import time
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from checkpoints import SMALL, with_rare
+from checkpoints import SMALL, make_checkpoint, with_rare
 from faults import (
     DEADLINE,
     FAULTS,
@@ -126,6 +127,26 @@ KINDS = [
     replace(DRAWN, max_tokens=3, seed=2),
 ]
 PARAMS = {"one for all": DRAWN, "each its own": KINDS * (len(PROMPTS) // len(KINDS))}
+
+
+def test_states_limit_what_a_replica_is_given(tmp_path: Path) -> None:
+    """Half of the memory is for states, of fewer sequences than the option has: a replica gets as
+    many requests, and an eighth more.
+    """
+    sizes = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2}
+    heads = {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32}
+    path = make_checkpoint(tmp_path / "model", "qwen3_5_text", **sizes, **heads)
+    options = {key: value for key, value in PLAIN.items() if key != "num_kvcache_blocks"}
+    options |= {"max_num_seqs": 64, "kv_cache_memory_bytes": 2_000_000}
+    with LLM(path, **options) as llm:
+        most = llm.metrics()["max_num_seqs"]
+        assert most < 48
+        for i in range(400):
+            llm.add_request([i % 100, 1, 2], SamplingParams(max_tokens=12, ignore_eos=True))
+        llm.step()
+        replicas = llm.metrics()["replicas"].values()
+        held = [each["num_running"] + each["num_waiting"] for each in replicas]
+        assert 0 < max(held) <= most + -(-most // 8), (held, most)
 
 
 @pytest.mark.parametrize("case", PARAMS)
