@@ -157,7 +157,7 @@ class FakeModel:
         return build_batch(plan, self.table, self.block_size)
 
     def copy_rows(self, pairs: Any) -> None:
-        """As `KVCachePool.copy_rows`."""
+        """As `StateRows.copy`."""
         self.rows = self.rows.copy()
         for source, target in pairs.T.tolist():
             self.rows[target] = self.rows[source]

@@ -15,6 +15,7 @@ from checkpoints import copy_checkpoint, make_checkpoint
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("qkv_proj", "gate_up_proj"),
+    *("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj", "w1", "w2", "w3"),
 )
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "desc_act": False}

@@ -40,13 +40,13 @@ Format: TypeAlias = Fp8 | Int4
 
 
 class Rule(NamedTuple):
-    """What config.json says of some modules.
+    """A statement of config.json about some modules.
 
     Attributes:
         key: key in config.json.
         modules: the modules.
         format: format of their matrices; None: they stay in 16 bits.
-        refused: what is not supported about them; "": nothing.
+        refused: unsupported fact about them; "": none.
     """
 
     key: str

@@ -23,7 +23,7 @@ from nanovllm.windows.places import divide_pages
 logger = logging.getLogger(__name__)
 
 GIB = memory.GIB
-SNAPSHOTS = 8  # of so many rows one is for a snapshot, where memory limits their number
+ROWS_PER_SNAPSHOT = 8  # one of them is for a snapshot, where memory limits the number of rows
 ALIGNMENT = 256  # bytes, of where a tensor begins
 
 
@@ -43,8 +43,8 @@ class KVCachePool:
         num_blocks: number of KV blocks, of each kind, that there is memory for.
         num_rows: number of rows by sequence: that of padding, one for each that may run, and those
             of snapshots.
-        max_num_seqs: number of sequences that may run: fewer than the options ask for, where states
-            of so many do not fit.
+        max_num_seqs: number of sequences that may run: that of the options, or as many as memory
+            for their states allows.
         block_bytes: bytes of a block of each kind, on this rank.
         sequence_bytes: bytes of a sequence in all layers, beside its blocks.
         rows: the rows by sequence, once allocated.
@@ -106,14 +106,14 @@ class KVCachePool:
             )
         spare = 0
         if config.enable_prefix_caching:
-            spare = min(max(1, fit // SNAPSHOTS), max(1, config.max_num_seqs // 2), fit - 1)
+            spare = min(max(1, fit // ROWS_PER_SNAPSHOT), max(1, config.max_num_seqs // 2), fit - 1)
         self.max_num_seqs = min(fit - spare, config.max_num_seqs)
         self.num_rows = 1 + self.max_num_seqs + spare
         asked = ""
         if self.max_num_seqs < config.max_num_seqs:
             asked = f" of the {config.max_num_seqs} of max_num_seqs, for want of memory"
         logger.info(
-            "states: %d sequences at once%s, room for %d snapshots%s; %.2f GiB, %.1f MiB each",
+            "states: %d sequences at once%s, room for %d snapshots%s; %.2f GiB, %.3g MiB each",
             self.max_num_seqs,
             asked,
             spare,

@@ -25,7 +25,7 @@ class RecurrentLayer(StatefulLayer):
         self.is_last, self.build = is_last, build
 
     def _mix(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """What the layer computes from the states for the tokens of a step; they move on.
+        """Mix the tokens of a step with those before them, by the states, which move on.
 
         Args:
             inputs: [T, ...] each, of which the first rows are of decodes.

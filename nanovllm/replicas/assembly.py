@@ -21,9 +21,7 @@ def assemble(replicas: Replicas, facts: Facts, config: Config, entrance: Entranc
     """
     # Of many short sequences, which have as many blocks of each kind.
     pool_tokens = facts.num_blocks * config.kvcache_block_size
-    core = ReplicatedCore(
-        replicas, config, entrance.max_model_len, facts.max_num_seqs, pool_tokens
-    )
+    core = ReplicatedCore(replicas, config, entrance.max_model_len, facts.max_num_seqs, pool_tokens)
     return Parts(
         core=core,
         intake=entrance.intake,

@@ -30,6 +30,7 @@ from checkpoints import (
     interrupt_after_launch,
     make_checkpoint,
     outputs_of,
+    rare,
     reference_logprobs,
     run_steps,
     tokens,
@@ -533,10 +534,27 @@ def test_experts_in_one_tensor_are_in_16_bits_whatever_the_rest_is_in(tmp_path: 
 
 
 def test_layers_with_a_state_stay_as_they_were_in_a_file_in_4_bits(tmp_path: Path) -> None:
+    says = {"modules_to_not_convert": ["linear_attn"]}
     path, exact = int4_checkpoints(
-        tmp_path, "awq", "qwen3_5_text", says={"modules_to_not_convert": ["linear_attn"]}, **SIZES
+        tmp_path, "awq", "qwen3_5_text", lambda module: "linear_attn" in module, says, **SIZES
     )
     with LLM(path, **OPTIONS) as llm:
+        assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "num_ranks"),
+    [
+        *(("qwen3.5", "awq", 1), ("qwen3.5", "gptq", 2), ("lfm2, biases", "compressed, zeros", 2)),
+        *(rare("lfm2", "awq", 1), rare("qwen3.5", "compressed", 1)),
+    ],
+)
+@pytest.mark.usefixtures("threads")
+def test_layers_with_a_state_in_4_bits(name: str, way: str, num_ranks: int, tmp_path: Path) -> None:
+    family, config = CHECKPOINTS[name]
+    path, exact = int4_checkpoints(tmp_path, way, family, **{**SIZES, **config})
+    assert any("in_proj" in key and "scale" in key for key in load_file(path / "model.safetensors"))
+    with LLM(path, tensor_parallel_size=num_ranks, **OPTIONS) as llm:
         assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
