@@ -1,7 +1,10 @@
-"""Report the installation, and the devices that it can run on here.
+"""Report the installation, and the devices that it can run on here; or the size of a model.
 
 Versions, devices with their memory, the attention backends of each and the reason why any cannot
 run, and the extras with the command that installs them. For a report of a problem: --json.
+
+With --model, instead: whether a checkpoint runs, its layers and parameters, and the memory of its
+weights and of a sequence. It is not loaded.
 """
 
 import argparse
@@ -24,11 +27,16 @@ HEAD_DIM, BLOCK_SIZE = 128, 256  # sizes of the model for which backends are che
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
+    parser.add_argument("--model", help="directory of a checkpoint, or its name on the hub")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the facts."""
+    if args.model is not None:
+        model = collect_model(args.model)
+        print(json.dumps(model) if args.json else describe_model(model))
+        return 0
     found = collect()
     print(json.dumps(found) if args.json else describe(found))
     return 0
@@ -157,4 +165,65 @@ def describe(found: dict[str, Any]) -> str:
     lines.append("\nextras:")
     for name, extra in found["extras"].items():
         lines.append(f"  {name}: {'installed' if extra['installed'] else extra['install']}")
+    return "\n".join(lines)
+
+
+def collect_model(name: str) -> dict[str, Any]:
+    """The facts of a model, in JSON's types; sizes in bytes.
+
+    Raises:
+        ValueError: if the engine does not run it.
+    """
+    from nanovllm.benchmark.limits import itemsizes
+    from nanovllm.checkpoint.hub import checkpoint_directory
+    from nanovllm.checkpoint.model_config import ModelConfig
+    from nanovllm.checkpoint.quantization import format_of
+    from nanovllm.sizing.model_size import model_size, states
+
+    config = ModelConfig.from_pretrained(checkpoint_directory(name, None, weights=False))
+    itemsize, held = 4 if config.dtype == "float32" else 2, format_of(config.quantization)
+    sizes, matrices = itemsizes(config, itemsize, "auto", held), model_size(config)
+    attending = [layer for layer in config.layers if layer.rope is not None]
+    embedding = 0 if config.tie_word_embeddings else matrices.head
+    linear, plain = matrices.linear, matrices.plain
+    all_plain = plain.dense + plain.sparse + embedding
+    head = sizes.head * matrices.head
+    return {
+        "architecture": config.architecture,
+        "dtype": config.dtype,
+        "quantization": held,
+        "max_model_len": config.max_position_embeddings,
+        "layers": {
+            "attention": sum(not layer.window for layer in attending),
+            "sliding attention": sum(bool(layer.window) for layer in attending),
+            "state": len(config.layers) - len(attending),
+            "with experts": sum(layer.is_sparse for layer in config.layers),
+        },
+        "parameters": linear.dense + linear.sparse + all_plain + matrices.head,
+        "parameters_of_a_token": round(matrices.of_token) + matrices.head,
+        "weights_bytes": round(
+            sizes.linear * (linear.dense + linear.sparse) + sizes.plain * all_plain + head
+        ),
+        "kv_bytes_of_a_token": round(
+            2 * config.num_key_value_heads * config.head_dim * sizes.kv * len(attending)
+        ),
+        "state_bytes_of_a_sequence": states(config, itemsize).num_bytes,
+    }
+
+
+def describe_model(found: dict[str, Any]) -> str:
+    """The facts of a model as text."""
+    layers = ", ".join(f"{count} {kind}" for kind, count in found["layers"].items() if count)
+    parameters, active = (found[key] / 1e9 for key in ("parameters", "parameters_of_a_token"))
+    format = "" if found["quantization"] == "none" else f", {found['quantization']}"
+    lines = [
+        f"{found['architecture']}: {found['dtype']}{format}, up to {found['max_model_len']} tokens",
+        f"  layers: {layers}",
+        f"  parameters: {parameters:.2f} billion, {active:.2f} of a token",
+        f"  weights: {found['weights_bytes'] / GIB:.2f} GiB",
+        f"  KV cache: {found['kv_bytes_of_a_token'] / 1024:.4g} KiB a token",
+    ]
+    if found["state_bytes_of_a_sequence"]:
+        size = found["state_bytes_of_a_sequence"] / 2**20
+        lines.append(f"  states: {size:.4g} MiB a sequence")
     return "\n".join(lines)

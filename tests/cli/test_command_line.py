@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from checkpoints import SMALL, make_checkpoint
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, __version__
 from nanovllm.cli import info, options, stand_in
 from nanovllm.cli.compile import check_writable
@@ -283,6 +285,36 @@ def test_info_tells_what_an_extra_lacks(
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert '  x: pip install "a>=2" "b[c]"\n  y: installed\n' in out
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("qwen3_5_text", {"num_hidden_layers": 4, "head_dim": 32, "tie_word_embeddings": True}),
+        ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
+    ],
+)
+def test_info_of_a_model(
+    family: str, shape: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes are those of the checkpoint's matrices, and of what an engine allocates."""
+    path = make_checkpoint(tmp_path / "model", family, **shape)
+    assert main(["info", "--model", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["info", "--model", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert ("states: " in text) == (family == "qwen3_5_text") and f"{found['dtype']}, up" in text
+    tensors = load_file(path / "model.safetensors").items()
+    matrices = [x for name, x in tensors if x.dim() == 2 and "conv1d" not in name]
+    assert found["parameters"] == sum(x.numel() for x in matrices)
+    assert found["weights_bytes"] == 4 * found["parameters"] and found["dtype"] == "float32"
+    with LLM(path, **SMALL) as llm:
+        pool = llm.model_runner.built.pool
+        assert found["kv_bytes_of_a_token"] * SMALL["kvcache_block_size"] == pool.block_bytes
+        assert found["state_bytes_of_a_sequence"] == pool.sequence_bytes
+    (path / "config.json").write_text('{"architectures": ["NemotronHForCausalLM"]}')
+    assert main(["info", "--model", str(path)]) == 2
+    assert "NemotronHForCausalLM" in capsys.readouterr().err
 
 
 def compile_into(cache: Path, *options: str) -> "subprocess.CompletedProcess[str]":
