@@ -85,16 +85,15 @@ def compile_engine(
     shape: str,
     head_dim: int,
     architecture: str = "Qwen3ForCausalLM",
-    quantization_config: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
     **options: Any,
 ) -> str:
-    """Build an engine and have it do all it can."""
+    """Build an engine and have it do all it can; `config`: more of config.json."""
     from nanovllm import LLM, SamplingParams
 
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "num_kvcache_blocks": 4096}
     with tempfile.TemporaryDirectory() as directory:
-        more = {"quantization_config": quantization_config} if quantization_config else {}
-        write_config(directory, shape, head_dim, architecture, **more)
+        write_config(directory, shape, head_dim, architecture, **(config or {}))
         with LLM(directory, load_format="dummy", **(limits | options)) as llm:
             for own in CONTROLS:  # one sort at a time, then all
                 llm.generate([[7] * 40], SamplingParams(max_tokens=3, **own), use_tqdm=False)

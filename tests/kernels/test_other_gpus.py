@@ -48,7 +48,7 @@ WEIGHTS = {
 }
 METADATA = {
     *("tables_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "ids_ptr", "cu_q_ptr", "cu_k_ptr"),
-    *("prefix_lens_ptr", "begins_ptr", "ends_ptr", "keys_ptr", "temperatures_ptr"),
+    *("prefix_lens_ptr", "begins_ptr", "ends_ptr", "keys_ptr", "temperatures_ptr", "rows_ptr"),
 }
 OF_SOME = {
     "_own_decode_kernel": {"k_cache_ptr", "v_cache_ptr", "k_exponents_ptr", "v_exponents_ptr"},
@@ -237,6 +237,10 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
     yield options | {"shape": "8B", "architecture": "Qwen2ForCausalLM"}
     for sparse in ("Qwen3MoeForCausalLM", "GptOssForCausalLM"):
         yield options | {"shape": "0.6B", "architecture": sparse}
+    for architecture, kind in (("Qwen3_5", "linear_attention"), ("Lfm2", "conv")):
+        config = {"layer_types": [kind, "full_attention"], "conv_L_cache": 3}
+        of_states = {"architecture": f"{architecture}ForCausalLM", "config": config}
+        yield options | {"shape": "0.6B"} | of_states
     for shape, size in (("0.6B", 2), ("8B", 4)):
         yield options | {"shape": shape, "tensor_parallel_size": size}
     yield options | {"shape": "0.6B", "max_model_len": 40960}
@@ -245,7 +249,8 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
     yield options | {"shape": "0.6B", "quantization": "fp8", "fused_kernels": False}
     for shape, group, size in (("0.6B", 32, 1), ("0.6B", 64, 2), ("8B", 128, 1)):
         awq = {"quant_method": "awq", "bits": 4, "group_size": group}
-        yield options | {"shape": shape, "quantization_config": awq, "tensor_parallel_size": size}
+        config = {"quantization_config": awq}
+        yield options | {"shape": shape, "config": config, "tensor_parallel_size": size}
     if card in CONVERT_FP8:
         for head_dim in (32, 80, 128, 256):
             yield options | {"shape": "0.6B", "head_dim": head_dim, "kv_cache_dtype": "fp8"}
