@@ -158,8 +158,10 @@ class Rehearsal:
             self._prompt(self._least(num_tokens), num_tokens)
         for num_tokens in {2, TOKENS, self._budget}:
             few = self._least(num_tokens)
-            if num_tokens <= self._budget and num_tokens < few * self._max_model_len:
-                self._prompt(few, num_tokens, num_cached=1)
+            after_one = min(num_tokens, self._budget, few * (self._max_model_len - 1))
+            longest = self._max_model_len - cdiv(after_one, few)
+            for num_cached in {1, longest} if after_one >= few else ():
+                self._prompt(few, after_one, num_cached)
         self._prompt(min(self._config.max_num_seqs, self._budget), self._budget)
 
     def _prompt(self, num_seqs: int, num_tokens: int, num_cached: int = 0) -> None:

@@ -56,6 +56,15 @@ MODELS = {
         num_layers=5,
         shape="qwen3-0.6b",
     ),
+    # Whose keys are gathered for prompts that follow others.
+    "fp8 cache": Model(
+        {"max_model_len": 32768, "kv_cache_dtype": "fp8", "max_num_batched_tokens": 1024},
+        29,
+        29,
+        kinds=["plain", "one prompt", "long prompts", "prefix of all prompts"],
+        num_seqs=16,
+        shape="qwen3-0.6b",
+    ),
     "qwen3.5-35b-a3b": Model({"max_model_len": 4096}, 35, 32, num_layers=4),
     "gemma-3-4b": Model({"max_model_len": 16384}, 25, 22, num_layers=7),  # one of them is global
 }

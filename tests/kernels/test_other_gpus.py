@@ -254,6 +254,8 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
     if card in CONVERT_FP8:
         for head_dim in (32, 80, 128, 256):
             yield options | {"shape": "0.6B", "head_dim": head_dim, "kv_cache_dtype": "fp8"}
+        # Long enough for keys to be gathered.
+        yield options | {"shape": "0.6B", "kv_cache_dtype": "fp8", "max_model_len": 40960}
         for shape, size in (("8B", 1), ("0.6B", 2)):
             quantised = {"quantization": "fp8", "tensor_parallel_size": size}
             yield options | {"shape": shape} | quantised
