@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
@@ -214,16 +215,30 @@ def collect_model(name: str) -> dict[str, Any]:
 def describe_model(found: dict[str, Any]) -> str:
     """The facts of a model as text."""
     layers = ", ".join(f"{count} {kind}" for kind, count in found["layers"].items() if count)
-    parameters, active = (found[key] / 1e9 for key in ("parameters", "parameters_of_a_token"))
+    parameters, active = (
+        _rounded(found[key], {"billion": 1e9, "million": 1e6})
+        for key in ("parameters", "parameters_of_a_token")
+    )
+    units = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
+    weights, kv, states = (
+        _rounded(found[key], units)
+        for key in ("weights_bytes", "kv_bytes_of_a_token", "state_bytes_of_a_sequence")
+    )
     format = "" if found["quantization"] == "none" else f", {found['quantization']}"
     lines = [
         f"{found['architecture']}: {found['dtype']}{format}, up to {found['max_model_len']} tokens",
         f"  layers: {layers}",
-        f"  parameters: {parameters:.2f} billion, {active:.2f} of a token",
-        f"  weights: {found['weights_bytes'] / GIB:.2f} GiB",
-        f"  KV cache: {found['kv_bytes_of_a_token'] / 1024:.4g} KiB a token",
+        f"  parameters: {parameters}, multiplied for a token: {active}",
+        f"  weights: {weights}",
+        f"  KV cache: {kv} a token",
     ]
     if found["state_bytes_of_a_sequence"]:
-        size = found["state_bytes_of_a_sequence"] / 2**20
-        lines.append(f"  states: {size:.4g} MiB a sequence")
+        lines.append(f"  states: {states} a sequence")
     return "\n".join(lines)
+
+
+def _rounded(number: float, units: Mapping[str, float]) -> str:
+    """A number in the largest unit that it reaches, or in the smallest."""
+    *_, least = units
+    unit = next((unit for unit, size in units.items() if number >= size), least)
+    return f"{number / units[unit]:.4g} {unit}"
