@@ -111,7 +111,8 @@ def work(
         prompt_lens, output_lens: lengths of prompts and outputs, in tokens.
         num_shared: number of tokens at the beginning of every prompt that are cached already.
     """
-    matrices, prompts, outputs = model_size(config), np.array(prompt_lens), np.array(output_lens)
+    matrices = model_size(config)
+    prompts, outputs = np.array(prompt_lens), np.array(output_lens)
     width = config.num_attention_heads * config.head_dim
     kv_width = 2 * config.num_key_value_heads * config.head_dim
     # Step t sees prompt + t tokens of each sequence whose output is longer than t.

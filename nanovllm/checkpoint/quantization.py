@@ -30,7 +30,7 @@ BLOCK_KEYS = ("block_name_to_quantize", "to_quant_block_names")  # AutoRound's l
 # Packings of AutoRound, by its names for them.
 GPTQ_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq")
 AWQ_PACKINGS = ("auto_round:auto_awq", "auto_round:awq")
-# What may differ from module to module, with the defaults.
+# Settings that may differ from module to module, with the defaults.
 SETTINGS = {"bits": None, "group_size": None, "data_type": "int", "desc_act": False}
 FLOATS = ("float", "fp", "fp16", "bf16")  # data types of AutoRound that are not quantised
 HEAD = "lm_head"

@@ -187,8 +187,8 @@ def collect_model(name: str) -> dict[str, Any]:
     attending = [layer for layer in config.layers if layer.rope is not None]
     embedding = 0 if config.tie_word_embeddings else matrices.head
     linear, plain = matrices.linear, matrices.plain
-    all_plain = plain.dense + plain.sparse + embedding
-    head = sizes.head * matrices.head
+    quantised, others = linear.dense + linear.sparse, plain.dense + plain.sparse + embedding
+    weights = sizes.linear * quantised + sizes.plain * others + sizes.head * matrices.head
     return {
         "architecture": config.architecture,
         "dtype": config.dtype,
@@ -200,11 +200,9 @@ def collect_model(name: str) -> dict[str, Any]:
             "state": len(config.layers) - len(attending),
             "with experts": sum(layer.is_sparse for layer in config.layers),
         },
-        "parameters": linear.dense + linear.sparse + all_plain + matrices.head,
+        "parameters": quantised + others + matrices.head,
         "parameters_of_a_token": round(matrices.of_token) + matrices.head,
-        "weights_bytes": round(
-            sizes.linear * (linear.dense + linear.sparse) + sizes.plain * all_plain + head
-        ),
+        "weights_bytes": round(weights),
         "kv_bytes_of_a_token": round(
             2 * config.num_key_value_heads * config.head_dim * sizes.kv * len(attending)
         ),

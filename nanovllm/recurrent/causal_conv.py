@@ -1,7 +1,7 @@
 """The causal convolution of each channel over the tokens of a sequence, in plain PyTorch.
 
 A sequence's state is its tail, the last J - 1 inputs, oldest first. A sequence that begins has
-zeros before its first token, whatever its row has.
+zeros before its first token, regardless of its row.
 
 Letters: D decodes, T tokens of P prompts, C channels, J taps, R rows of states.
 """

@@ -32,15 +32,14 @@ class Holder:
 
     Attributes:
         seq: the sequence.
-        stops: positions at which a snapshot of its state is wanted. It passes some without one: if
-            no row is free, or a decode computes the last token of its prompt.
-        chosen: all positions that ever were among them.
+        stops: positions at which a snapshot of its state is wanted, also those that it has passed,
+            with a snapshot or without: if no row was free, or a decode computed the last token of
+            its prompt.
         saved_at: position of the snapshot that a step on its way takes; 0: there is none.
     """
 
     seq: Sequence
     stops: set[int] = field(default_factory=set)
-    chosen: set[int] = field(default_factory=set)
     saved_at: int = 0
 
     @property
@@ -131,9 +130,8 @@ class SnapshotBlockManager(BlockManager):
 
     def _stop(self, holder: Holder, position: int) -> None:
         """Have a snapshot taken of the state of a sequence at a position, if none is near it."""
-        if all(abs(position - other) >= self.distance for other in holder.chosen):
+        if all(abs(position - other) >= self.distance for other in holder.stops):
             holder.stops.add(position)
-            holder.chosen.add(position)
             self._leaving[holder.seq.seq_id] = holder
 
     def _next_junction(self, seq: Sequence) -> tuple[int, Holder | None]:
@@ -214,7 +212,6 @@ class SnapshotBlockManager(BlockManager):
         stop = min((s for s in holder.stops if item.start < s <= item.end), default=0)
         if not stop:
             return item
-        holder.stops.discard(stop)
         if not (row := self._take_row()):
             return item
         self._saving[row], holder.saved_at = item.seq.seq_id, stop

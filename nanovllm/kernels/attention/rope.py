@@ -142,7 +142,7 @@ def qk_norm_rope_store(
     assert cache.k.is_contiguous() and cache.v.is_contiguous(), "the caches must be contiguous"
     # Few tokens need more programs. HEADS is a power of two that divides the number of heads.
     HEADS = min(H & -H, 4 if T <= 256 else 16)
-    in_place = parts == 1 and not how.turn.reorders  # a thread would overwrite what others read
+    in_place = parts == 1 and not how.turn.reorders  # a thread would overwrite inputs of others
     out = qkv if in_place else torch.empty(T, H, D, dtype=dtype, device=qkv.device)
     q_weight, k_weight, eps = how.norms or (None, None, 0.0)
     _qk_norm_rope_store_kernel[(T, H // HEADS)](

@@ -61,7 +61,7 @@ def _scan_stages(mixed: torch.Tensor, num_programs: int, K: int) -> int:
     its own, two of several, of which others compute while one waits (measured).
 
     One is as fast, but reads beyond the shared memory: Triton 3.6 and 3.7 compile several products
-    of 32 columns for Hopper so, where loads are not pipelined (triton-lang/triton, issue 11366).
+    of 32 columns for Hopper so, where loads are not pipelined (triton-lang/triton#11366).
     """
     if mixed.element_size() == 4 or not has_room(mixed):
         return 1

@@ -96,8 +96,8 @@ def _short_conv_tail_kernel(
     bcx_ptr, tail_ptr, slots_ptr, cu_q_ptr, cu_k_ptr, M, stride,
     J: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK channels of a prompt's new tail, from the oldest on, so that what is read
-    # from the old one is not written yet. Nobody else has these channels.
+    # One program: BLOCK channels of a prompt's new tail, from the oldest on: no input of the
+    # old one is overwritten before it is read. Nobody else has these channels.
     launch_dependents(PDL)
     seq, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < M
