@@ -109,7 +109,7 @@ def partly_in_fp8(wide: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """
     directory = tmp_path_factory.mktemp("partly")
     exact = copy_checkpoint(Path(wide), directory / "exact")
-    left = ["layers.1.self_attn", "layers.2.mlp.down_proj", "layers.3"]
+    left = ["layers.1", "layers.2.mlp.down_proj", "layers.3.self_attn"]
     path = quantised_copy(
         exact,
         directory / "quantised",
