@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 OURS = "_rms_norm_kernel", "_act_and_mul_kernel", "_fill_in_kernel"
 TESTS = Path(__file__).parents[1]

@@ -70,6 +70,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 def test_all_kernels_are_rehearsed_and_so_many() -> None:
     jobs = [
         {
