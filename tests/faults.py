@@ -54,8 +54,10 @@ def nccl_threads():
 
 
 def shared_memory():
-    """Names in /dev/shm. Other processes have some there for an instant, so wait for their end."""
-    return set(os.listdir("/dev/shm"))
+    """Names in /dev/shm but those of semaphores, which are of tqdm: a script that a test kills may
+    leave one. Other processes have some there for an instant, so wait for their end.
+    """
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def traces():

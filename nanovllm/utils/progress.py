@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 with warnings.catch_warnings():
@@ -16,6 +17,10 @@ SILENT: dict[str, Any] = {"disable": True}
 SHOWN: dict[str, Any] = SILENT if os.environ.get("TQDM_DISABLE") else {}
 
 
-def startup_bar(items: Sequence[T], desc: str, unit: str) -> "tqdm[T]":
-    """Iterate over `items`, showing how many are done. Close it, best by `with`."""
+def startup_bar(items: Sequence[T], desc: str, unit: str) -> AbstractContextManager[Iterable[T]]:
+    """Context with `items` to iterate over, which shows how many are done. Where bars are off there
+    is none: even a silent one creates a semaphore in /dev/shm, and workers may be killed meanwhile.
+    """
+    if SHOWN is SILENT:
+        return nullcontext(items)
     return tqdm(items, desc=desc, unit=unit, delay=DELAY, **SHOWN)

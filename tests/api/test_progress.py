@@ -80,11 +80,18 @@ def test_what_is_done_at_once_shows_no_bar(checkpoint, monkeypatch, capfd):
 @pytest.mark.parametrize("where", ["a terminal", "a notebook"])
 def test_tqdm_disable_silences_every_bar(where, disable):
     """tqdm reads its variable when it is imported, and its bars of notebooks do not mind it; a
-    `disable=False` of ours would overrule it.
+    `disable=False` of ours would overrule it. Nor is there a semaphore, which a worker that is
+    killed while it opens one leaves in /dev/shm.
     """
     if where == "a notebook":
         pytest.importorskip("ipywidgets", reason='not installed: pip install ".[examples]"')
     code = f"""if True:
+        import multiprocessing.synchronize
+        semaphores, create = [], multiprocessing.synchronize.SemLock.__init__
+        def record(self, *args, **options):
+            semaphores.append(self)
+            create(self, *args, **options)
+        multiprocessing.synchronize.SemLock.__init__ = record
         import tqdm.auto, tqdm.notebook
         if {where == "a notebook"}:
             tqdm.auto.tqdm = tqdm.notebook.tqdm
@@ -92,7 +99,9 @@ def test_tqdm_disable_silences_every_bar(where, disable):
         from nanovllm.tracing.metrics import Metrics, Progress
         from nanovllm.utils import progress
         progress.DELAY = 0
-        list(progress.startup_bar(range(3), "start", "it"))
+        with progress.startup_bar(range(3), "start", "it") as bar:
+            list(bar)
+        assert bool(semaphores) != {disable}
         with Progress(3, Metrics(), enabled=True) as bar:
             bar.update(3)
     """
