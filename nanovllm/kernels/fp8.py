@@ -16,6 +16,12 @@ _LEAST = tl.constexpr(2.0**-100)  # scale, such as that of zeros
 
 
 @triton.jit
+def scale_of(most):
+    """The scale of numbers, of which these are the largest magnitudes."""
+    return tl.maximum(most / _LARGEST, _LEAST)
+
+
+@triton.jit
 def store_codes(
     x, codes_ptr, scales_ptr, row, begin, K, BLOCK: tl.constexpr, X_BLOCK: tl.constexpr, most=0.0
 ):  # fmt: skip
@@ -23,12 +29,12 @@ def store_codes(
     X_BLOCK of them share a scale; 0: all do, with the row's others, whose largest is `most`.
     """
     if X_BLOCK == 0:
-        scale = tl.maximum(tl.maximum(tl.max(tl.abs(x)), most) / _LARGEST, _LEAST)
+        scale = scale_of(tl.maximum(tl.max(tl.abs(x)), most))
         tl.store(scales_ptr + row, scale)
         x *= 1.0 / scale
     else:
         parts = tl.reshape(x, [BLOCK // X_BLOCK, X_BLOCK])
-        scale = tl.maximum(tl.max(tl.abs(parts), 1) / _LARGEST, _LEAST)
+        scale = scale_of(tl.max(tl.abs(parts), 1))
         i, count = begin // X_BLOCK + tl.arange(0, BLOCK // X_BLOCK), tl.cdiv(K, X_BLOCK)
         tl.store(scales_ptr + row * count + i, scale, mask=i < count)
         x = tl.reshape(parts * (1.0 / scale)[:, None], [BLOCK])

@@ -2,8 +2,11 @@
 
 Pairs of a token and one of its experts are sorted by expert (`routing.py`), so that a tile of rows
 needs the weights of one expert. The host need not know the number of tiles: the grid has the
-maximum. A single token needs no sorting (`row.one_row`). FP8 weights are converted to 16 bits on
-their way to tensor cores.
+maximum. A single token needs no sorting (`row.one_row`).
+
+With weights in FP8 the tokens are quantised, too, and so are the inner values, by the kernel that
+has them. Where tensor cores have no FP8, or scale blocks do not fit tiles, weights are converted to
+16 bits on their way to them.
 
 Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
 """
@@ -25,6 +28,8 @@ from nanovllm.kernels.device_features import (
     spare_rows,
     wait,
 )
+from nanovllm.kernels.fp8 import empty_codes, quantize, scale_of
+from nanovllm.kernels.products.fp8_linear import BLOCK, act_block_of, can_multiply
 from nanovllm.kernels.products.linear import HALF
 from nanovllm.kernels.products.routing import sort_pairs
 from nanovllm.kernels.products.row import one_row, stored
@@ -53,13 +58,20 @@ SOME = Tiles(32, 128, 128, 64, warps=4, stages=3, left=True)
 MORE = Tiles(64, 64, 128, 64, warps=4, stages=4, left=False)
 MANY = Tiles(128, 128, 256, 64, warps=8, stages=4, left=False)
 MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs per expert up to which these tiles are the fastest
-# The same for codes, which are converted for each tile of rows, so larger tiles pay earlier.
+# The same for codes that are converted for each tile of rows, so larger tiles pay earlier.
 MAX_OF_CODES = {
     8: FEW._replace(stages=4),
     24: SOME._replace(block_i=64, block_k=128),
     96: MORE._replace(left=True),
 }
 MANY_OF_CODES = MANY._replace(block_m=128)
+# The same for products of codes by codes.
+MAX_IN_8_BITS = {
+    8: Tiles(16, 64, 128, 128, warps=4, stages=4, left=True),
+    32: Tiles(32, 128, 128, 128, warps=4, stages=4, left=True),
+    96: Tiles(64, 128, 128, 128, warps=8, stages=3, left=True),
+}
+MANY_IN_8_BITS = Tiles(128, 128, 128, 128, warps=8, stages=3, left=False)
 # For 64 KiB of shared memory: for few pairs, and for many.
 LITTLE_ROOM = (
     Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),
@@ -100,33 +112,63 @@ def _add_product(acc, weight, x, LEFT: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(
-    weight, codes_scales_ptr, row, end, k, COLS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
-    TMA: tl.constexpr, DTYPE: tl.constexpr,
+def _add_tile(
+    acc, x, x_scale, weight, codes_scales_ptr, row, end, k, COLS: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
+    X_BLOCK: tl.constexpr, LEFT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """`load_tile`; codes are dequantised and rounded to DTYPE. A tile lies within one scale block
-    of columns.
+    """acc + x @ tile.T, for a tile of weights, which lies within one scale block of columns.
+
+    Codes by 16 bits are dequantised, and rounded. Products of codes by codes are scaled, but by
+    scales of whole rows, which are left to the caller.
     """
     tile = load_tile(weight, row, end, k, COLS, ROWS, WIDTH, TMA)
     if codes_scales_ptr is None:
-        return tile
-    else:
+        return _add_product(acc, tile, x, LEFT)
+    elif x.dtype != tile.dtype:
         rows = row + tl.arange(0, ROWS)
         blocks = rows // SCALE_ROWS * tl.cdiv(COLS, SCALE_COLS) + k // SCALE_COLS
         scales = tl.load(codes_scales_ptr + blocks, mask=rows < end, other=0.0)
-        return (tile.to(tl.float32) * scales[:, None]).to(DTYPE)
+        return _add_product(acc, (tile.to(tl.float32) * scales[:, None]).to(x.dtype), x, LEFT)
+    elif X_BLOCK == 0:
+        return _add_product(acc, tile, x, LEFT)
+    else:
+        product = _add_product(tl.zeros_like(acc), tile, x, LEFT)
+        if SCALE_ROWS > 1:  # the rows of a tile share a block
+            block = row // SCALE_ROWS * tl.cdiv(COLS, SCALE_COLS) + k // SCALE_COLS
+            x_scale *= tl.load(codes_scales_ptr + block)
+        return acc + product * (x_scale[None, :] if LEFT else x_scale[:, None])
+
+
+@triton.jit
+def _block_scale(x_scales_ptr, row, k, mask, COLS: tl.constexpr, X_BLOCK: tl.constexpr):
+    """The scales of rows of x: [T, COLS] in the block of column k; 1 if blocks are whole rows."""
+    if X_BLOCK == 0:
+        return 1.0
+    else:
+        return tl.load(x_scales_ptr + row * tl.cdiv(COLS, X_BLOCK) + k // X_BLOCK, mask, 0.0)
+
+
+@triton.jit
+def _row_scales(codes_scales_ptr, row, columns, mask, SCALE_ROWS: tl.constexpr):
+    """The scales [1, columns] of weights with one for each row; 1 of others."""
+    if SCALE_ROWS == 1:
+        return tl.load(codes_scales_ptr + row + columns, mask=mask, other=0.0)[None, :]
+    else:
+        return 1.0
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, weight, codes_scales_ptr, bias_ptr, order_ptr, starts_ptr, out_ptr,
+    x_ptr, x_scales_ptr, weight, codes_scales_ptr, bias_ptr, order_ptr, starts_ptr, out_ptr,
+    out_scales_ptr,
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, X_BLOCK: tl.constexpr, GELU: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
+    LEFT: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_I inner columns of BLOCK_T pairs of one expert.
+    # One program: BLOCK_I inner columns of BLOCK_T pairs of one expert. Results in 8 bits share a
+    # scale.
     launch_dependents(PDL)
     wait(PDL)
     expert, begin, end = _tile(starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
@@ -136,42 +178,55 @@ def _gate_up_kernel(
     pairs = tl.load(order_ptr + t, mask=t < end, other=0)
     first = tl.program_id(0) * BLOCK_I
     m = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + (pairs // K).to(tl.int64)[:, None] * M + m[None, :]
+    token = (pairs // K).to(tl.int64)
+    x_ptrs = x_ptr + token[:, None] * M + m[None, :]
     row = expert * 2 * I + first
     end_row = expert * 2 * I + I
     gate = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     up = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     for k in range(0, M, BLOCK_K):
-        gate_weight = _load_weights(
-            weight, codes_scales_ptr, row, end_row, k, M, BLOCK_I, BLOCK_K, SCALE_ROWS, SCALE_COLS,
-            TMA, x_ptr.dtype.element_ty,
-        )  # fmt: skip
-        up_weight = _load_weights(
-            weight, codes_scales_ptr, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K, SCALE_ROWS,
-            SCALE_COLS, TMA, x_ptr.dtype.element_ty,
-        )  # fmt: skip
         x = tl.load(x_ptrs + k, mask=(t < end)[:, None] & (k + m < M)[None, :], other=0.0)
-        gate = _add_product(gate, gate_weight, x, LEFT)
-        up = _add_product(up, up_weight, x, LEFT)
+        x_scale = _block_scale(x_scales_ptr, token, k, t < end, M, X_BLOCK)
+        gate = _add_tile(
+            gate, x, x_scale, weight, codes_scales_ptr, row, end_row, k, M, BLOCK_I, BLOCK_K,
+            SCALE_ROWS, SCALE_COLS, X_BLOCK, LEFT, TMA,
+        )  # fmt: skip
+        up = _add_tile(
+            up, x, x_scale, weight, codes_scales_ptr, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K,
+            SCALE_ROWS, SCALE_COLS, X_BLOCK, LEFT, TMA,
+        )  # fmt: skip
     if LEFT:
         gate, up = gate.T, up.T
     i = first + tl.arange(0, BLOCK_I)
+    if x_scales_ptr is not None:
+        of_rows = 1.0
+        if X_BLOCK == 0:
+            of_rows = tl.load(x_scales_ptr + token, mask=t < end, other=0.0)[:, None]
+        gate *= of_rows * _row_scales(codes_scales_ptr, row - first, i, i < I, SCALE_ROWS)
+        up *= of_rows * _row_scales(codes_scales_ptr, row - first + I, i, i < I, SCALE_ROWS)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert * 2 * I + i
         gate += tl.load(bias_ptrs, mask=i < I, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_ptrs + I, mask=i < I, other=0.0).to(tl.float32)[None, :]
-    out = activate_and_mul(gate, up, GELU, LIMIT).to(out_ptr.dtype.element_ty)
+    out = activate_and_mul(gate, up, GELU, LIMIT)
+    if out_scales_ptr is not None:
+        scale = scale_of(tl.max(tl.abs(out), 1))
+        places = t.to(tl.int64) * tl.cdiv(I, BLOCK_I) + tl.program_id(0)
+        tl.store(out_scales_ptr + places, scale, mask=t < end)
+        out *= (1.0 / scale)[:, None]
     ptrs = out_ptr + t.to(tl.int64)[:, None] * I + i[None, :]  # in the sorted order
+    out = out.to(out_ptr.dtype.element_ty)
     tl.store(ptrs, out, mask=(t < end)[:, None] & (i < I)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
 def _down_kernel(
-    x, weight, codes_scales_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
+    x, x_scales_ptr, weight, codes_scales_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr,
+    T,
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, X_BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M columns of the weighted results of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
@@ -181,21 +236,23 @@ def _down_kernel(
         return
     first = tl.program_id(0) * BLOCK_M
     row = expert * M + first
+    t = begin + tl.arange(0, BLOCK_T)
     acc = _no_sum(BLOCK_M, BLOCK_T, LEFT)
     for k in range(0, I, BLOCK_K):
         inner = load_tile(x, begin, end, k, I, BLOCK_T, BLOCK_K, TMA)
-        weights = _load_weights(
-            weight, codes_scales_ptr, row, expert * M + M, k, I, BLOCK_M, BLOCK_K, SCALE_ROWS,
-            SCALE_COLS, TMA, inner.dtype,
+        x_scale = _block_scale(x_scales_ptr, t.to(tl.int64), k, t < end, I, X_BLOCK)
+        acc = _add_tile(
+            acc, inner, x_scale, weight, codes_scales_ptr, row, expert * M + M, k, I, BLOCK_M,
+            BLOCK_K, SCALE_ROWS, SCALE_COLS, X_BLOCK, LEFT, TMA,
         )  # fmt: skip
-        acc = _add_product(acc, weights, inner, LEFT)
     if LEFT:
         acc = acc.T
     m = first + tl.arange(0, BLOCK_M)
+    if x_scales_ptr is not None:
+        acc *= _row_scales(codes_scales_ptr, expert * M, m, m < M, SCALE_ROWS)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * M + m, mask=m < M, other=0.0)
         acc += bias.to(tl.float32)[None, :]
-    t = begin + tl.arange(0, BLOCK_T)
     pairs = tl.load(order_ptr + t, mask=t < end, other=0)
     scale = tl.load(scale_ptr + pairs, mask=t < end, other=0.0)
     rows = (pairs % K).to(tl.int64) * T + pairs // K
@@ -229,14 +286,34 @@ class ExpertWeights(NamedTuple):
         return len(self.down) // stored(self.gate_up)[0].shape[1]
 
 
-def choose_tiles(N: int, E: int, x: torch.Tensor, of_codes: bool = False) -> Tiles:
-    """Choose tiles for N pairs of E experts, in x's dtype and on its device; `of_codes`: for FP8
-    weights.
+def act_block(weights: ExpertWeights, dtype: torch.dtype) -> int | None:
+    """The number of inputs of a token that share a scale; 0: all; None: tokens stay in 16 bits."""
+    gate_up, down = weights.gate_up, weights.down
+    if not isinstance(gate_up, Codes) or not isinstance(down, Codes):
+        return None
+    own = can_multiply(gate_up, dtype) and can_multiply(down, dtype)
+    # A tile has weights of one block, so experts, and gate and up, must begin with one.
+    whole = (
+        gate_up.block[0] == 1 or down.codes.shape[1] % BLOCK == gate_up.codes.shape[1] % BLOCK == 0
+    )
+    return act_block_of(gate_up) if own and whole else None
+
+
+def choose_tiles(N: int, E: int, x: torch.Tensor, weight_bits: int = 16, bits: int = 16) -> Tiles:
+    """Choose tiles for N pairs of E experts, in x's dtype and on its device.
+
+    Args:
+        weight_bits: bits of a weight.
+        bits: bits of an activation in the products.
     """
     if x.dtype not in HALF or not has_room(x):
         tiles = LITTLE_ROOM[N > 8 * E]
         return tiles if x.dtype in HALF else tiles._replace(block_k=32, warps=8)
-    most, many = (MAX_OF_CODES, MANY_OF_CODES) if of_codes else (MOST, MANY)
+    most, many = {
+        (16, 16): (MOST, MANY),
+        (8, 16): (MAX_OF_CODES, MANY_OF_CODES),
+        (8, 8): (MAX_IN_8_BITS, MANY_IN_8_BITS),
+    }[weight_bits, bits]
     return next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
 
 
@@ -261,8 +338,7 @@ def gated_experts(
     """
     (gate_up, gate_up_scales, gate_up_block), gelu = stored(weights.gate_up), weights.gelu
     (down, down_scales, down_block), limit = stored(weights.down), weights.limit
-    (T, M), I, k = x.shape, down.shape[1], experts.shape[1]
-    E = weights.num_experts
+    (T, M), I, k, E = x.shape, down.shape[1], experts.shape[1], weights.num_experts
     if T == 1 and x.dtype in HALF:
         inner = one_row(
             x, weights.gate_up, weights.gate_up_bias, gated=True, gelu=gelu, limit=limit,
@@ -271,29 +347,36 @@ def gated_experts(
         return one_row(
             inner, weights.down, weights.down_bias, num_experts=E, experts=experts, scales=scales
         )
-    N = T * k
+    N, x_block = T * k, act_block(weights, x.dtype)
     order, starts = sort_pairs(experts, E)
-    tiles = tiles or choose_tiles(N, E, x, gate_up_scales is not None)
+    weight_bits = 8 if gate_up_scales is not None else 16
+    tiles = tiles or choose_tiles(N, E, x, weight_bits, 16 if x_block is None else 8)
     num_tiles = min(N, E) + N // tiles.block_t  # at most: the last tile of an expert may be partial
     shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E)}
     how = {"LEFT": tiles.left, "num_warps": tiles.warps, "num_stages": tiles.stages}
-    inner = spare_rows(N, I, like=x)
+    if x_block is None:
+        tokens, x_scales, inner, inner_scales = x.contiguous(), None, spare_rows(N, I, like=x), None
+    else:
+        tokens, x_scales, _ = stored(quantize(x, x_block))
+        inner, inner_scales, _ = stored(empty_codes(N, I, tiles.block_i, x.device))
     tma = x.dtype in HALF and all(map(can_describe, (gate_up, down, inner)))
     width = tiles.block_k
     _gate_up_kernel[(cdiv(I, tiles.block_i), num_tiles)](
-        x.contiguous(), describe(gate_up, tiles.block_i, width) if tma else gate_up,
-        gate_up_scales, weights.gate_up_bias, order, starts, inner, GELU=gelu, LIMIT=limit,
-        SCALE_ROWS=gate_up_block[0], SCALE_COLS=gate_up_block[1],
-        BLOCK_T=tiles.block_t, BLOCK_I=tiles.block_i, BLOCK_K=width, TMA=tma,
-        **shape, **how, **pdl_options(x),
+        tokens, x_scales, describe(gate_up, tiles.block_i, width) if tma else gate_up,
+        gate_up_scales, weights.gate_up_bias, order, starts, inner, inner_scales,
+        SCALE_ROWS=gate_up_block[0], SCALE_COLS=gate_up_block[1], X_BLOCK=x_block or 0,
+        GELU=gelu, LIMIT=limit, BLOCK_T=tiles.block_t, BLOCK_I=tiles.block_i, BLOCK_K=width,
+        TMA=tma, **shape, **how, **pdl_options(x),
     )  # fmt: skip
     dtype = torch.float32 if T < LARGE_STEP else x.dtype
     out = torch.empty(k, T, M, dtype=dtype, device=x.device)
+    width = min(width, tiles.block_i) if inner_scales is not None else width
     _down_kernel[(cdiv(M, tiles.block_m), num_tiles)](
-        describe(inner, tiles.block_t, width) if tma else inner,
+        describe(inner, tiles.block_t, width) if tma else inner, inner_scales,
         describe(down, tiles.block_m, width) if tma else down,
         down_scales, weights.down_bias, order, starts, scales, out, T,
         SCALE_ROWS=down_block[0], SCALE_COLS=down_block[1],
+        X_BLOCK=0 if inner_scales is None else tiles.block_i,
         BLOCK_T=tiles.block_t, BLOCK_M=tiles.block_m, BLOCK_K=width, TMA=tma,
         **shape, **how, **pdl_options(x),
     )  # fmt: skip
