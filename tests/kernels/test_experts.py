@@ -17,6 +17,7 @@ from nanovllm.kernels.products.experts import (
     LARGE_STEP,
     MANY,
     MANY_IN_8_BITS,
+    MANY_OF_4_BITS,
     SOME,
     ExpertWeights,
     Tiles,
@@ -25,6 +26,8 @@ from nanovllm.kernels.products.experts import (
 )
 from nanovllm.kernels.products.routing import SORTED, route
 from nanovllm.tensors.fp8 import FP8, Codes
+from nanovllm.tensors.int4 import OFFSETS, Int4Codes, pack, plane_size
+from nanovllm.tensors.mxfp4 import CHUNK, Mxfp4Codes, packed, quantize
 
 SEED = 3
 SMALL_TILES = Tiles(16, 16, 16, 16, 4, 2, left=True)  # several in each direction
@@ -56,7 +59,7 @@ def expected(
     if x_block is not None:
         x = torch.stack([rounded(row, x_block) for row in x])
     gate_ups, downs = (
-        (each.numbers() if isinstance(each, Codes) else each).double().cpu()
+        (each if isinstance(each, torch.Tensor) else each.numbers()).double().cpu()
         for each in (w.gate_up, w.down)
     )
     I = downs.shape[1]
@@ -173,7 +176,54 @@ def test_experts_in_8_bits_are_those_of_float64(
     assert error < (2e-3 if in_8_bits else torch.finfo(dtype).eps), error
 
 
-@pytest.mark.parametrize("bits", [(16, 16), (8, 16), (8, 8)])
+def in_4_bits(numbers: torch.Tensor, group: int) -> Int4Codes | Mxfp4Codes:
+    """Numbers in MXFP4, or with a group in INT4, with zero points."""
+    N, K = numbers.shape
+    if not group:
+        codes, exponents = quantize(numbers)
+        both = torch.zeros(2 * -(-K // CHUNK), N, dtype=torch.uint8)
+        both[: K // 32] = exponents.T
+        return Mxfp4Codes(packed(codes).to(DEVICE), both.to(DEVICE), K)
+    groups = numbers.view(N, -1, group)
+    scale, zero = groups.abs().amax(2) / 6, (6 + torch.arange(N * K // group) % 4).view(N, -1)
+    codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, 15).to(torch.uint8)
+    words = torch.stack([-(zero + OFFSETS[torch.float16]), scale], -1).transpose(0, 1)
+    data = pack(codes.view(N, K), plane_size(K, group))
+    return Int4Codes(data.to(DEVICE), words.contiguous().to(DEVICE, torch.float16), group)
+
+
+SMALL_4_BITS = SMALL_TILES._replace(block_i=32, block_m=64)
+IN_4_BITS = [(1, None), (9, SMALL_4_BITS), (60, None), (99, MANY_OF_4_BITS)]
+
+
+@pytest.mark.parametrize(
+    ("T", "tiles", "group"),
+    [
+        case if case[0] in (1, 9) and case[2] in (0, 128) else rare(*case)
+        for case in [(*size, group) for size in IN_4_BITS for group in (0, 32, 128)]
+    ],
+)
+def test_experts_in_4_bits_are_those_of_float64(T: int, tiles: Tiles | None, group: int) -> None:
+    """MXFP4 also where columns are no multiple of a chunk; INT4 with zero points."""
+    generator, k, E = torch.Generator().manual_seed(T), 2, 3
+    I, M = (256, 512) if group == 128 else (128, 192) if group else (96, 160)
+
+    def randn(*shape: int) -> torch.Tensor:
+        rows = 2.0 ** torch.randint(-3, 4, (shape[0], 1), generator=generator)
+        return torch.randn(*shape, generator=generator) * rows
+
+    weights = (in_4_bits(randn(*s) / s[1] ** 0.5, group) for s in ((E * 2 * I, M), (E * M, I)))
+    biases = [randn(E, n).to(DEVICE, torch.float16) for n in (2 * I, M)]
+    w = ExpertWeights(*weights, *biases, limit=7.0)
+    x = torch.randn(T, M, generator=generator).to(DEVICE, torch.float16)
+    experts, scales = route(x[:, :E], k, norm=True)
+    out = gated_experts(x, w, experts, scales, tiles)
+    wanted = expected(x, w, experts, scales)
+    error = (out.double().sum(0).cpu() - wanted).norm() / wanted.norm()
+    assert error < torch.finfo(torch.float16).eps, error
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (8, 16), (8, 8), (4, 16)])
 @pytest.mark.parametrize(("k", "E"), [(2, 8), (8, 64), (8, 128), (4, 32), (4, 128)])
 def test_products_of_every_number_of_tokens_are_rehearsed(
     k: int, E: int, bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ has them. Where tensor cores have no FP8, or scale blocks do not fit tiles, weig
 Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -29,11 +29,15 @@ from nanovllm.kernels.device_features import (
     wait,
 )
 from nanovllm.kernels.fp8 import empty_codes, quantize, scale_of
+from nanovllm.kernels.products import int4, mxfp4
 from nanovllm.kernels.products.fp8_linear import BLOCK, act_block_of, can_multiply
 from nanovllm.kernels.products.linear import HALF
 from nanovllm.kernels.products.routing import sort_pairs
 from nanovllm.kernels.products.row import one_row, stored
 from nanovllm.tensors.fp8 import Codes
+from nanovllm.tensors.int4 import Int4Codes
+from nanovllm.tensors.mxfp4 import BLOCK as MXFP4_BLOCK
+from nanovllm.tensors.mxfp4 import PLANE, Mxfp4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 
@@ -72,6 +76,12 @@ MAX_IN_8_BITS = {
     96: Tiles(64, 128, 128, 128, warps=8, stages=3, left=True),
 }
 MANY_IN_8_BITS = Tiles(128, 128, 128, 128, warps=8, stages=3, left=False)
+# The same for weights in 4 bits, unpacked for each tile of rows: `block_k` columns are a chunk.
+MAX_OF_4_BITS = {
+    16: Tiles(16, 64, 64, 0, warps=4, stages=4, left=True),
+    48: Tiles(32, 64, 64, 0, warps=4, stages=4, left=True),
+}
+MANY_OF_4_BITS = Tiles(128, 64, 128, 0, warps=8, stages=3, left=True)
 # For 64 KiB of shared memory: for few pairs, and for many.
 LITTLE_ROOM = (
     Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),
@@ -159,16 +169,56 @@ def _row_scales(codes_scales_ptr, row, columns, mask, SCALE_ROWS: tl.constexpr):
 
 
 @triton.jit
+def _load_rows(x_ptr, rows, used, k, COLS: tl.constexpr, WIDTH: tl.constexpr):
+    """WIDTH columns of some rows of a matrix, from column k on; 0 where it has none."""
+    cols = k + tl.arange(0, WIDTH)
+    ptrs = x_ptr + rows[:, None] * COLS + cols[None, :]
+    return tl.load(ptrs, mask=used[:, None] & (cols < COLS)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_packed(
+    weight, chunk, row, end, ROWS: tl.constexpr, P: tl.constexpr, ROW_STEP: tl.constexpr,
+    CHUNK_STEP: tl.constexpr,
+):  # fmt: skip
+    """The int16s [ROWS, P] of a chunk of columns, of rows from `row` on; 0 from `end` on."""
+    rows = row + tl.arange(0, ROWS)
+    ptrs = weight + chunk * CHUNK_STEP + rows.to(tl.int64)[:, None] * ROW_STEP
+    ptrs += tl.arange(0, P)[None, :]
+    return tl.load(ptrs, mask=(rows < end)[:, None], other=0)
+
+
+@triton.jit
+def _add_planes(
+    acc, packed, scales_ptr, row, end, k, x1, x2, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, UPPER: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc + the products of two planes of packed weights, which are from column k on, with their
+    columns of x.
+    """
+    rows = row + tl.arange(0, ROWS)
+    ptrs = scales_ptr + k // GROUP * NUM_ROWS + rows
+    scales = tl.load(ptrs, mask=rows < end, other=0)
+    if scales.dtype == tl.uint8:
+        first, second = mxfp4.unpack_pair(packed, scales, UPPER, ASM)
+    else:
+        first, second = int4.unpack_pair(packed, scales, UPPER, x1.dtype, ASM)
+    acc = _add_product(acc, first.to(x1.dtype), x1, LEFT)
+    return _add_product(acc, second.to(x2.dtype), x2, LEFT)
+
+
+@triton.jit
 def _gate_up_kernel(
     x_ptr, x_scales_ptr, weight, codes_scales_ptr, bias_ptr, order_ptr, starts_ptr, out_ptr,
     out_scales_ptr,
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, X_BLOCK: tl.constexpr, GELU: tl.constexpr,
     LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
-    LEFT: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    PLANE: tl.constexpr, ROW_STEP: tl.constexpr, CHUNK_STEP: tl.constexpr, LEFT: tl.constexpr,
+    TMA: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_I inner columns of BLOCK_T pairs of one expert. Results in 8 bits share a
-    # scale.
+    # scale. Weights in 4 bits have a PLANE.
     launch_dependents(PDL)
     wait(PDL)
     expert, begin, end = _tile(starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
@@ -177,31 +227,48 @@ def _gate_up_kernel(
     t = begin + tl.arange(0, BLOCK_T)
     pairs = tl.load(order_ptr + t, mask=t < end, other=0)
     first = tl.program_id(0) * BLOCK_I
-    m = tl.arange(0, BLOCK_K)
-    token = (pairs // K).to(tl.int64)
-    x_ptrs = x_ptr + token[:, None] * M + m[None, :]
+    token, used = (pairs // K).to(tl.int64), t < end
     row = expert * 2 * I + first
     end_row = expert * 2 * I + I
     gate = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     up = _no_sum(BLOCK_I, BLOCK_T, LEFT)
-    for k in range(0, M, BLOCK_K):
-        x = tl.load(x_ptrs + k, mask=(t < end)[:, None] & (k + m < M)[None, :], other=0.0)
-        x_scale = _block_scale(x_scales_ptr, token, k, t < end, M, X_BLOCK)
-        gate = _add_tile(
-            gate, x, x_scale, weight, codes_scales_ptr, row, end_row, k, M, BLOCK_I, BLOCK_K,
-            SCALE_ROWS, SCALE_COLS, X_BLOCK, LEFT, TMA,
-        )  # fmt: skip
-        up = _add_tile(
-            up, x, x_scale, weight, codes_scales_ptr, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K,
-            SCALE_ROWS, SCALE_COLS, X_BLOCK, LEFT, TMA,
-        )  # fmt: skip
+    if PLANE > 0:
+        for chunk in range(0, tl.cdiv(M, 4 * PLANE)):
+            gates = _load_packed(weight, chunk, row, end_row, BLOCK_I, PLANE, ROW_STEP, CHUNK_STEP)
+            ups = _load_packed(
+                weight, chunk, row + I, end_row + I, BLOCK_I, PLANE, ROW_STEP, CHUNK_STEP
+            )
+            for half in tl.static_range(2):
+                k = (4 * chunk + 2 * half) * PLANE
+                x1 = _load_rows(x_ptr, token, used, k, M, PLANE)
+                x2 = _load_rows(x_ptr, token, used, k + PLANE, M, PLANE)
+                gate = _add_planes(
+                    gate, gates, codes_scales_ptr, row, end_row, k, x1, x2, E * 2 * I, BLOCK_I,
+                    SCALE_COLS, half == 1, LEFT, ASM,
+                )  # fmt: skip
+                up = _add_planes(
+                    up, ups, codes_scales_ptr, row + I, end_row + I, k, x1, x2, E * 2 * I, BLOCK_I,
+                    SCALE_COLS, half == 1, LEFT, ASM,
+                )  # fmt: skip
+    else:
+        for k in range(0, M, BLOCK_K):
+            x = _load_rows(x_ptr, token, used, k, M, BLOCK_K)
+            x_scale = _block_scale(x_scales_ptr, token, k, used, M, X_BLOCK)
+            gate = _add_tile(
+                gate, x, x_scale, weight, codes_scales_ptr, row, end_row, k, M, BLOCK_I, BLOCK_K,
+                SCALE_ROWS, SCALE_COLS, X_BLOCK, LEFT, TMA,
+            )  # fmt: skip
+            up = _add_tile(
+                up, x, x_scale, weight, codes_scales_ptr, row + I, end_row + I, k, M, BLOCK_I,
+                BLOCK_K, SCALE_ROWS, SCALE_COLS, X_BLOCK, LEFT, TMA,
+            )  # fmt: skip
     if LEFT:
         gate, up = gate.T, up.T
     i = first + tl.arange(0, BLOCK_I)
     if x_scales_ptr is not None:
         of_rows = 1.0
         if X_BLOCK == 0:
-            of_rows = tl.load(x_scales_ptr + token, mask=t < end, other=0.0)[:, None]
+            of_rows = tl.load(x_scales_ptr + token, mask=used, other=0.0)[:, None]
         gate *= of_rows * _row_scales(codes_scales_ptr, row - first, i, i < I, SCALE_ROWS)
         up *= of_rows * _row_scales(codes_scales_ptr, row - first + I, i, i < I, SCALE_ROWS)
     if bias_ptr is not None:
@@ -212,11 +279,11 @@ def _gate_up_kernel(
     if out_scales_ptr is not None:
         scale = scale_of(tl.max(tl.abs(out), 1))
         places = t.to(tl.int64) * tl.cdiv(I, BLOCK_I) + tl.program_id(0)
-        tl.store(out_scales_ptr + places, scale, mask=t < end)
+        tl.store(out_scales_ptr + places, scale, mask=used)
         out *= (1.0 / scale)[:, None]
     ptrs = out_ptr + t.to(tl.int64)[:, None] * I + i[None, :]  # in the sorted order
     out = out.to(out_ptr.dtype.element_ty)
-    tl.store(ptrs, out, mask=(t < end)[:, None] & (i < I)[None, :])
+    tl.store(ptrs, out, mask=used[:, None] & (i < I)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -225,8 +292,9 @@ def _down_kernel(
     T,
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, X_BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PLANE: tl.constexpr,
+    ROW_STEP: tl.constexpr, CHUNK_STEP: tl.constexpr, LEFT: tl.constexpr, TMA: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M columns of the weighted results of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
@@ -237,14 +305,26 @@ def _down_kernel(
     first = tl.program_id(0) * BLOCK_M
     row = expert * M + first
     t = begin + tl.arange(0, BLOCK_T)
-    acc = _no_sum(BLOCK_M, BLOCK_T, LEFT)
-    for k in range(0, I, BLOCK_K):
-        inner = load_tile(x, begin, end, k, I, BLOCK_T, BLOCK_K, TMA)
-        x_scale = _block_scale(x_scales_ptr, t.to(tl.int64), k, t < end, I, X_BLOCK)
-        acc = _add_tile(
-            acc, inner, x_scale, weight, codes_scales_ptr, row, expert * M + M, k, I, BLOCK_M,
-            BLOCK_K, SCALE_ROWS, SCALE_COLS, X_BLOCK, LEFT, TMA,
-        )  # fmt: skip
+    acc, used, end_row = _no_sum(BLOCK_M, BLOCK_T, LEFT), t < end, expert * M + M
+    if PLANE > 0:
+        for chunk in range(0, tl.cdiv(I, 4 * PLANE)):
+            packed = _load_packed(weight, chunk, row, end_row, BLOCK_M, PLANE, ROW_STEP, CHUNK_STEP)
+            for half in tl.static_range(2):
+                k = (4 * chunk + 2 * half) * PLANE
+                x1 = _load_rows(x, t.to(tl.int64), used, k, I, PLANE)
+                x2 = _load_rows(x, t.to(tl.int64), used, k + PLANE, I, PLANE)
+                acc = _add_planes(
+                    acc, packed, codes_scales_ptr, row, end_row, k, x1, x2, E * M, BLOCK_M,
+                    SCALE_COLS, half == 1, LEFT, ASM,
+                )  # fmt: skip
+    else:
+        for k in range(0, I, BLOCK_K):
+            inner = load_tile(x, begin, end, k, I, BLOCK_T, BLOCK_K, TMA)
+            x_scale = _block_scale(x_scales_ptr, t.to(tl.int64), k, used, I, X_BLOCK)
+            acc = _add_tile(
+                acc, inner, x_scale, weight, codes_scales_ptr, row, end_row, k, I, BLOCK_M,
+                BLOCK_K, SCALE_ROWS, SCALE_COLS, X_BLOCK, LEFT, TMA,
+            )  # fmt: skip
     if LEFT:
         acc = acc.T
     m = first + tl.arange(0, BLOCK_M)
@@ -261,11 +341,21 @@ def _down_kernel(
     tl.store(ptrs, out, mask=(t < end)[:, None] & (m < M)[None, :])
 
 
+# A matrix in 16 bits, FP8, INT4 or MXFP4.
+AnyWeight: TypeAlias = torch.Tensor | Codes | Int4Codes | Mxfp4Codes
+
+
+def shape_of(weight: AnyWeight) -> tuple[int, int]:
+    """Rows and columns of a matrix in any format."""
+    rows, columns = weight.codes.shape if isinstance(weight, Codes) else weight.shape
+    return rows, columns
+
+
 class ExpertWeights(NamedTuple):
     """The experts of a layer.
 
     Attributes:
-        gate_up: [E * 2 I, M], for each expert gate first; `Codes` are FP8.
+        gate_up: [E * 2 I, M], for each expert gate first; `Codes` are FP8, both matrices' or none.
         down: [E * M, I]
         gate_up_bias: [E, 2 I]; None: 0.
         down_bias: [E, M]; None: 0.
@@ -273,8 +363,8 @@ class ExpertWeights(NamedTuple):
         limit: bound of gate and up in gpt-oss (see `activate_and_mul`); 0: none.
     """
 
-    gate_up: torch.Tensor | Codes
-    down: torch.Tensor | Codes
+    gate_up: AnyWeight
+    down: AnyWeight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     gelu: bool = False
@@ -283,7 +373,42 @@ class ExpertWeights(NamedTuple):
     @property
     def num_experts(self) -> int:
         """E"""
-        return len(self.down) // stored(self.gate_up)[0].shape[1]
+        return len(self.down) // shape_of(self.gate_up)[1]
+
+
+class Operand(NamedTuple):
+    """A weight as the kernels take it.
+
+    Attributes:
+        data: values or codes.
+        scales: scales of codes; None: values.
+        bits: bits of a value.
+        constants: constants of the kernels that are about its format.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    bits: int
+    constants: dict[str, int]
+
+
+def operand(weight: AnyWeight) -> Operand:
+    """A weight in any format as the kernels take it."""
+    if isinstance(weight, Mxfp4Codes):
+        sizes = {"PLANE": PLANE, "ROW_STEP": PLANE, "CHUNK_STEP": PLANE * len(weight)}
+        assert weight.data.numel() < 2**31, "the kernels count in 32 bits"
+        return Operand(weight.data, weight.exponents, 4, _scaled(1, MXFP4_BLOCK) | sizes)
+    if isinstance(weight, Int4Codes):
+        plane, words = weight.plane, weight.scales.view(torch.int32)
+        sizes = {"PLANE": plane, "ROW_STEP": weight.data.shape[1], "CHUNK_STEP": plane}
+        return Operand(weight.data, words, 4, _scaled(1, weight.group) | sizes)
+    data, scales, block = stored(weight)
+    none = {"PLANE": 0, "ROW_STEP": 0, "CHUNK_STEP": 0}
+    return Operand(data, scales, 8 * data.element_size(), _scaled(*block) | none)
+
+
+def _scaled(rows: int, columns: int) -> dict[str, int]:
+    return {"SCALE_ROWS": rows, "SCALE_COLS": columns}
 
 
 def act_block(weights: ExpertWeights, dtype: torch.dtype) -> int | None:
@@ -293,9 +418,8 @@ def act_block(weights: ExpertWeights, dtype: torch.dtype) -> int | None:
         return None
     own = can_multiply(gate_up, dtype) and can_multiply(down, dtype)
     # A tile has weights of one block, so experts, and gate and up, must begin with one.
-    whole = (
-        gate_up.block[0] == 1 or down.codes.shape[1] % BLOCK == gate_up.codes.shape[1] % BLOCK == 0
-    )
+    (_, M), (_, I) = shape_of(gate_up), shape_of(down)
+    whole = gate_up.block[0] == 1 or M % BLOCK == I % BLOCK == 0
     return act_block_of(gate_up) if own and whole else None
 
 
@@ -313,6 +437,7 @@ def choose_tiles(N: int, E: int, x: torch.Tensor, weight_bits: int = 16, bits: i
         (16, 16): (MOST, MANY),
         (8, 16): (MAX_OF_CODES, MANY_OF_CODES),
         (8, 8): (MAX_IN_8_BITS, MANY_IN_8_BITS),
+        (4, 16): (MAX_OF_4_BITS, MANY_OF_4_BITS),
     }[weight_bits, bits]
     return next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
 
@@ -336,10 +461,10 @@ def gated_experts(
     Returns:
         [k, T, M], partial results to be summed over k: float32, or x's dtype in large steps.
     """
-    (gate_up, gate_up_scales, gate_up_block), gelu = stored(weights.gate_up), weights.gelu
-    (down, down_scales, down_block), limit = stored(weights.down), weights.limit
-    (T, M), I, k, E = x.shape, down.shape[1], experts.shape[1], weights.num_experts
-    if T == 1 and x.dtype in HALF:
+    gate_up, down = operand(weights.gate_up), operand(weights.down)
+    (T, M), k, E = x.shape, experts.shape[1], weights.num_experts
+    I, gelu, limit = shape_of(weights.down)[1], weights.gelu, weights.limit
+    if T == 1 and x.dtype in HALF and gate_up.bits > 4:
         inner = one_row(
             x, weights.gate_up, weights.gate_up_bias, gated=True, gelu=gelu, limit=limit,
             num_experts=E, experts=experts,
@@ -349,35 +474,34 @@ def gated_experts(
         )
     N, x_block = T * k, act_block(weights, x.dtype)
     order, starts = sort_pairs(experts, E)
-    weight_bits = 8 if gate_up_scales is not None else 16
-    tiles = tiles or choose_tiles(N, E, x, weight_bits, 16 if x_block is None else 8)
+    tiles = tiles or choose_tiles(N, E, x, gate_up.bits, 16 if x_block is None else 8)
     num_tiles = min(N, E) + N // tiles.block_t  # at most: the last tile of an expert may be partial
-    shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E)}
+    shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E), "ASM": x.is_cuda}
     how = {"LEFT": tiles.left, "num_warps": tiles.warps, "num_stages": tiles.stages}
     if x_block is None:
         tokens, x_scales, inner, inner_scales = x.contiguous(), None, spare_rows(N, I, like=x), None
     else:
         tokens, x_scales, _ = stored(quantize(x, x_block))
         inner, inner_scales, _ = stored(empty_codes(N, I, tiles.block_i, x.device))
-    tma = x.dtype in HALF and all(map(can_describe, (gate_up, down, inner)))
+    matrices = gate_up.data, down.data, inner
+    tma = x.dtype in HALF and gate_up.bits > 4 and all(map(can_describe, matrices))
     width = tiles.block_k
     _gate_up_kernel[(cdiv(I, tiles.block_i), num_tiles)](
-        tokens, x_scales, describe(gate_up, tiles.block_i, width) if tma else gate_up,
-        gate_up_scales, weights.gate_up_bias, order, starts, inner, inner_scales,
-        SCALE_ROWS=gate_up_block[0], SCALE_COLS=gate_up_block[1], X_BLOCK=x_block or 0,
-        GELU=gelu, LIMIT=limit, BLOCK_T=tiles.block_t, BLOCK_I=tiles.block_i, BLOCK_K=width,
-        TMA=tma, **shape, **how, **pdl_options(x),
+        tokens, x_scales, describe(gate_up.data, tiles.block_i, width) if tma else gate_up.data,
+        gate_up.scales, weights.gate_up_bias, order, starts, inner, inner_scales,
+        X_BLOCK=x_block or 0, GELU=gelu, LIMIT=limit, BLOCK_T=tiles.block_t,
+        BLOCK_I=tiles.block_i, BLOCK_K=width, TMA=tma,
+        **gate_up.constants, **shape, **how, **pdl_options(x),
     )  # fmt: skip
     dtype = torch.float32 if T < LARGE_STEP else x.dtype
     out = torch.empty(k, T, M, dtype=dtype, device=x.device)
     width = min(width, tiles.block_i) if inner_scales is not None else width
     _down_kernel[(cdiv(M, tiles.block_m), num_tiles)](
         describe(inner, tiles.block_t, width) if tma else inner, inner_scales,
-        describe(down, tiles.block_m, width) if tma else down,
-        down_scales, weights.down_bias, order, starts, scales, out, T,
-        SCALE_ROWS=down_block[0], SCALE_COLS=down_block[1],
+        describe(down.data, tiles.block_m, width) if tma else down.data,
+        down.scales, weights.down_bias, order, starts, scales, out, T,
         X_BLOCK=0 if inner_scales is None else tiles.block_i,
         BLOCK_T=tiles.block_t, BLOCK_M=tiles.block_m, BLOCK_K=width, TMA=tma,
-        **shape, **how, **pdl_options(x),
+        **down.constants, **shape, **how, **pdl_options(x),
     )  # fmt: skip
     return out

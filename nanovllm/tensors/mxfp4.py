@@ -1,0 +1,76 @@
+"""`Mxfp4Codes`: a matrix in MXFP4, in the order in which our kernels unpack it.
+
+A code is E2M1: a sign, two bits of exponent, one of mantissa. BLOCK columns of a row share a power
+of two, E8M0: an exponent alone (OCP Microscaling Formats, 1.0). Codes are packed by planes, as in
+`tensors.int4`, of which two make a block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.tensors.int4 import PLANES, pack, unpack
+
+BLOCK = 32  # columns that share an exponent
+PLANE = BLOCK // 2  # columns of a plane
+CHUNK = PLANES * PLANE  # columns that an int16 is about
+BIAS = 127  # of an exponent
+MAX_EXPONENT = 128  # of weights that kernels multiply in bfloat16: 2
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+
+
+def values_of(codes: torch.Tensor) -> torch.Tensor:
+    """The values of codes, without their powers of two: float32."""
+    values = [*VALUES, *(-value for value in VALUES)]
+    return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def quantize(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes [N, K] and the exponents [N, K / BLOCK] of numbers [N, K], both uint8: each block's
+    largest number has one of the largest two exponents.
+    """
+    blocks = numbers.float().unflatten(1, (-1, BLOCK))
+    _, exponents = torch.frexp(blocks.abs().amax(2))  # of a mantissa in [0.5, 1)
+    exponents = (exponents - 3).clamp(-BIAS, BIAS)
+    scaled = torch.ldexp(blocks, -exponents[..., None])
+    edges = torch.tensor(VALUES, device=numbers.device)
+    codes = torch.bucketize(scaled.abs(), (edges[1:] + edges[:-1]) / 2)
+    codes = codes + 8 * (scaled < 0)
+    return codes.flatten(1).to(torch.uint8), (exponents + BIAS).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Mxfp4Codes:
+    """N x K values: each is a code times its block's power of two.
+
+    Attributes:
+        data: [C, N, PLANE] int16, packed codes of C chunks of columns; 0 beyond the last column.
+        exponents: [2 C, N] uint8, of the blocks.
+        num_cols: K, a multiple of BLOCK.
+    """
+
+    data: torch.Tensor
+    exponents: torch.Tensor
+    num_cols: int
+
+    def __len__(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K"""
+        return len(self), self.num_cols
+
+    def numbers(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The dequantised values [N, K]."""
+        codes = unpack(self.data.transpose(0, 1).flatten(1), PLANE)
+        powers = torch.ldexp(torch.ones(()), self.exponents.T.int() - BIAS)
+        values = values_of(codes).unflatten(1, (-1, BLOCK)) * powers[..., None]
+        return values.flatten(1)[:, : self.num_cols].to(dtype)
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [N, K] uint8 as `Mxfp4Codes.data`."""
+    codes = F.pad(codes, (0, -codes.shape[1] % CHUNK))
+    return pack(codes, PLANE).unflatten(1, (-1, PLANE)).transpose(0, 1).contiguous()
