@@ -20,6 +20,22 @@ _qwen3 = partial(
 )
 
 
+def _gpt_oss(num_layers: int, num_experts: int) -> dict[str, Any]:
+    """The config.json of gpt-oss, whose experts are in MXFP4."""
+    return _config(
+        *("GptOssForCausalLM", 201088, 2880, num_layers, 64, 8, 2880, 131072, 200002),
+        head_dim=64,
+        num_local_experts=num_experts,
+        num_experts_per_tok=4,
+        swiglu_limit=7.0,
+        rms_norm_eps=1e-5,
+        rope_theta=150000,
+        sliding_window=128,
+        tie_word_embeddings=False,
+        quantization_config={"quant_method": "mxfp4"},
+    )
+
+
 def _qwen3_5(*sizes: int, **others: Any) -> dict[str, Any]:
     """Qwen3.5 of the sizes from the hidden one to the intermediate one. 3.6 and 3.8-27B have the
     same shapes.
@@ -84,17 +100,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         block_multiple_of=256,
         tie_word_embeddings=True,
     ),
-    "gpt-oss-20b": _config(
-        *("GptOssForCausalLM", 201088, 2880, 24, 64, 8, 2880, 131072, 200002),
-        head_dim=64,
-        num_local_experts=32,
-        num_experts_per_tok=4,
-        swiglu_limit=7.0,
-        rms_norm_eps=1e-5,
-        rope_theta=150000,
-        sliding_window=128,
-        tie_word_embeddings=False,
-    ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "gemma-3-4b": _config(
         *("Gemma3ForCausalLM", 262208, 2560, 34, 8, 4, 10240, 131072, 1),
         head_dim=256,

@@ -16,10 +16,11 @@ from nanovllm.layers.linear import LinearBase, make_weight
 from nanovllm.layers.sequence_parallel import sum_over_ranks, whole_rows
 from nanovllm.layers.weights import mxfp4
 from nanovllm.layers.weights.fp8 import Fp8Weight
-from nanovllm.layers.weights.int4 import Int4Weight
+from nanovllm.layers.weights.mxfp4 import Mxfp4Weight
 from nanovllm.layers.weights.shard import Part, Shard, StackedShard
 from nanovllm.layers.weights.weight import Weight
-from nanovllm.tensors.int4 import Int4Codes
+from nanovllm.tensors.mxfp4 import BLOCK
+from nanovllm.utils.device import MIN_CAPABILITY, capability
 
 if TYPE_CHECKING:
     from nanovllm.kernels.products.experts import ExpertWeights
@@ -84,8 +85,10 @@ class Experts(Layer):
         self.part, self.outputs = Part.equal(facts.intermediate_size, build.group), Part.whole(M)
         self.num_experts = E = facts.num_experts + facts.has_shared
         I = len(self.part.held)
+        in_mxfp4 = facts.is_mxfp4 and _multiplies_mxfp4(M, I, build)
         self.gate_up, self.down = (
-            _weight(rows, cols, facts, build) for rows, cols in ((E * 2 * I, M), (E * M, I))
+            Mxfp4Weight(rows, cols, build.dtype) if in_mxfp4 else _weight(rows, cols, facts, build)
+            for rows, cols in ((E * 2 * I, M), (E * M, I))
         )
         shapes = [(E, 2 * I), (E, M)] * facts.bias
         biases = [nn.Parameter(torch.empty(shape, dtype=build.dtype), False) for shape in shapes]
@@ -145,11 +148,9 @@ class Experts(Layer):
     def _weights(self) -> "ExpertWeights":
         from nanovllm.kernels.products.experts import ExpertWeights
 
-        gate_up, down = self.gate_up.codes, self.down.codes
-        assert not isinstance(gate_up, Int4Codes) and not isinstance(down, Int4Codes)
         return ExpertWeights(
-            gate_up,
-            down,
+            self.gate_up.codes,
+            self.down.codes,
             self.gate_up_bias,
             self.own_bias,
             self.gelu,
@@ -185,14 +186,22 @@ def _weight(num_rows: int, num_cols: int, facts: ExpertConfig, build: Build) -> 
     if facts.packed and build.quantization != WHILE_LOADING:
         build = build._replace(quantization=None)
     weight = make_weight(num_rows, num_cols, facts.modules(build.path), build)
-    if isinstance(weight, Int4Weight):
-        raise ValueError(
-            f"{build.path}: experts in INT4 are not supported: use a checkpoint that leaves them "
-            "in 16 bits, one in FP8, or the original weights"
-        )
     if isinstance(weight, Fp8Weight) and weight.act_block is None:
         weight.kernels = None  # our kernels for experts accept codes only where tensor cores do
     return weight
+
+
+def _multiplies_mxfp4(M: int, I: int, build: Build) -> bool:
+    """Whether our kernels multiply by experts of these sizes in MXFP4."""
+    device = torch.get_default_device()
+    if (
+        not build.fused
+        or M % BLOCK
+        or I % BLOCK
+        or build.dtype not in (torch.bfloat16, torch.float16)
+    ):
+        return False
+    return device.type != "cuda" or capability(device.index) >= MIN_CAPABILITY
 
 
 def _activate(x: torch.Tensor, gelu: bool, limit: float) -> torch.Tensor:
@@ -249,15 +258,19 @@ class PackedExperts(Experts):
         interleaved = [2 * i for i in inner.held] + [2 * i + 1 for i in inner.held]
         gate_up = Part(interleaved, 2 * inner.total)
         for name, weight, rows, columns in (
-            ("gate_up_proj", self.of_each(self.gate_up), gate_up, outputs),
-            ("down_proj", self.of_each(self.down), outputs, inner),
+            ("gate_up_proj", self.gate_up, gate_up, outputs),
+            ("down_proj", self.down, outputs, inner),
         ):
+            parts = experts, rows, columns
+            if isinstance(weight, Mxfp4Weight):
+                yield from weight.stacked_shards(f"{path}.{name}", parts)
+                continue
+            values = self.of_each(weight)
             if self.facts.is_mxfp4:
-                parts = experts, rows, columns
-                yield f"{path}.{name}_blocks", mxfp4.BlocksShard(weight, parts)
-                yield f"{path}.{name}_scales", mxfp4.ScalesShard(weight, parts)
+                yield f"{path}.{name}_blocks", mxfp4.BlocksShard(values, parts)
+                yield f"{path}.{name}_scales", mxfp4.ScalesShard(values, parts)
             else:
-                yield f"{path}.{name}", Shard(weight.mT, (experts, columns, rows))
+                yield f"{path}.{name}", Shard(values.mT, (experts, columns, rows))
         assert self.gate_up_bias is not None and self.down_bias is not None
         yield f"{path}.gate_up_proj_bias", Shard(self.gate_up_bias.data, (experts, gate_up))
         yield f"{path}.down_proj_bias", Shard(self.down_bias.data, (experts, outputs))

@@ -131,7 +131,10 @@ def model_size(config: ModelConfig) -> ModelSize:
     share = 0.0 if experts is None else experts.num_experts_per_tok / experts.num_experts
     counts: Counter[tuple[bool, bool]] = Counter()  # by whether it is plain, and of experts
     for modules, size, is_sparse in matrices(config):
-        is_plain = modules is None or (found is not None and found.of(modules) is None)
+        if experts is not None and experts.is_mxfp4:
+            is_plain = not is_sparse
+        else:
+            is_plain = modules is None or (found is not None and found.of(modules) is None)
         counts[is_plain, is_sparse] += size
     linear, plain = (Weights(counts[p, False], counts[p, True], share) for p in (False, True))
     return ModelSize(linear, plain, config.vocab_size * config.hidden_size)

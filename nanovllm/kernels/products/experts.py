@@ -464,7 +464,12 @@ def gated_experts(
     gate_up, down = operand(weights.gate_up), operand(weights.down)
     (T, M), k, E = x.shape, experts.shape[1], weights.num_experts
     I, gelu, limit = shape_of(weights.down)[1], weights.gelu, weights.limit
-    if T == 1 and x.dtype in HALF and gate_up.bits > 4:
+    if (
+        T == 1
+        and x.dtype in HALF
+        and isinstance(weights.gate_up, torch.Tensor | Codes)
+        and isinstance(weights.down, torch.Tensor | Codes)
+    ):
         inner = one_row(
             x, weights.gate_up, weights.gate_up_bias, gated=True, gelu=gelu, limit=limit,
             num_experts=E, experts=experts,

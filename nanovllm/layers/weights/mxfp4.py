@@ -1,22 +1,33 @@
-"""MXFP4: blocks of 32 values of 4 bits with a common power of two (OCP Microscaling Formats, 1.0).
+"""`Mxfp4Weight`: the matrices of experts in MXFP4 (`tensors.mxfp4`), and the shards of checkpoints
+that fill it, or a tensor of values.
 
-A value is E2M1: a sign, two bits of exponent, one of mantissa; a byte has two, the first in its
-lower half. The power of two is E8M0: an exponent alone. gpt-oss stores its experts in this format.
+Checkpoints have two codes in a byte, the first in its lower half. gpt-oss stores its experts so.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from nanovllm.checkpoint.model_config import MXFP4_BLOCK as BLOCK
-from nanovllm.layers.weights.shard import Shard
-
-BIAS = 127  # of the exponent in E8M0
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+from nanovllm.layers.weights.quantized import QuantizedWeight
+from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.tensors.mxfp4 import (
+    BIAS,
+    BLOCK,
+    CHUNK,
+    MAX_EXPONENT,
+    PLANE,
+    Mxfp4Codes,
+    packed,
+    quantize,
+    values_of,
+)
 
 
 class BlocksShard(Shard):
-    """The values of a tensor [E, rows, columns], as E2M1."""
+    """The codes of a tensor [E, rows, columns], which fill it as values."""
 
     dtypes = "U8", "I8", "F8_E8M0"  # bytes
 
@@ -32,9 +43,7 @@ class BlocksShard(Shard):
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Unpack the bytes of a matrix to float32 values."""
-        values = [*VALUES, *(-value for value in VALUES)]
-        table = torch.tensor(values, dtype=torch.float32, device=stored.device)
-        return table[torch.stack([stored & 15, stored >> 4], -1).int()].flatten(-3)
+        return values_of(codes_of(stored))
 
     def put_matrix(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
         """Fill a matrix of the target."""
@@ -56,3 +65,106 @@ class ScalesShard(BlocksShard):
 
     def put_matrix(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
         target.copy_(target * numbers)
+
+
+def codes_of(stored: torch.Tensor) -> torch.Tensor:
+    """The codes of bytes [rows, blocks, BLOCK / 2]: [rows, columns] uint8."""
+    return torch.stack([stored & 15, stored >> 4], -1).flatten(1)
+
+
+@dataclass(frozen=True)
+class CodesShard(BlocksShard):
+    """The same codes, which fill `Mxfp4Weight.data`.
+
+    Attributes:
+        exponents: `Mxfp4Weight.exponents`, which dummies need.
+    """
+
+    exponents: torch.Tensor
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        return self.target, self.exponents
+
+    def fill(self, source: Any) -> None:
+        for i in self.parts[0].held:
+            codes = codes_of(source[i].view(torch.uint8).to(self.target.device))
+            self._put(i, Shard(self.target, self.parts[1:]).read(codes))
+
+    def _put(self, i: int, codes: torch.Tensor) -> None:
+        self.target[:, i * len(codes) : (i + 1) * len(codes)] = packed(codes)
+
+    def put(self, numbers: torch.Tensor) -> None:
+        for i, matrix in enumerate(numbers):  # dummies
+            codes, exponents = quantize(matrix)
+            self._put(i, codes)
+            _put_exponents(self.exponents, i, exponents)
+
+
+class ExponentsShard(ScalesShard):
+    """The exponents of these blocks, which fill `Mxfp4Weight.exponents`."""
+
+    def check(self, name: str, source: Any) -> None:
+        super().check(name, source)
+        most = int(source[...].view(torch.uint8).max())
+        if most > MAX_EXPONENT:
+            raise ValueError(
+                f"tensor {name} has scales above {2.0 ** (MAX_EXPONENT - BIAS):g}, which kernels "
+                "for MXFP4 do not support: use fused_kernels=False"
+            )
+
+    def fill(self, source: Any) -> None:
+        experts, rows, columns = self.parts
+        held = columns.held
+        assert isinstance(held, range), "ranks divide columns evenly"
+        blocks = Part(range(held.start // BLOCK, held.stop // BLOCK), columns.total // BLOCK)
+        for i in experts.held:
+            stored = source[i].view(torch.uint8)
+            _put_exponents(self.target, i, Shard(self.target, (rows, blocks)).read(stored))
+
+
+def _put_exponents(target: torch.Tensor, i: int, exponents: torch.Tensor) -> None:
+    """Fill an expert's rows of `Mxfp4Weight.exponents` with [rows, blocks]."""
+    rows, blocks = exponents.shape
+    target[:blocks, i * rows : (i + 1) * rows] = exponents.T
+
+
+class Mxfp4Weight(QuantizedWeight):
+    """N x K values of all experts of a layer, without values until loaded. Only the kernels of
+    experts multiply by them (`kernels.products.experts`).
+
+    Args:
+        num_rows, num_cols: N and K on this rank.
+        dtype: torch.dtype of activations and results.
+
+    Attributes:
+        data, exponents: see `Mxfp4Codes`.
+    """
+
+    name = "mxfp4"
+    has_kernels = True
+
+    def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> None:
+        super().__init__(dtype, fused=True)
+        self.num_cols, chunks = num_cols, -(-num_cols // CHUNK)
+        data = torch.zeros(chunks, num_rows, PLANE, dtype=torch.int16)
+        self.data = nn.Parameter(data, False)
+        exponents = torch.zeros(2 * chunks, num_rows, dtype=torch.uint8)
+        self.exponents = nn.Parameter(exponents, False)
+
+    @property
+    def num_rows(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def codes(self) -> Mxfp4Codes:
+        return Mxfp4Codes(self.data, self.exponents, self.num_cols)
+
+    def stacked_shards(
+        self, name: str, parts: tuple[Part, Part, Part]
+    ) -> Iterator[tuple[str, Shard]]:
+        """The tensors of a checkpoint that stack these matrices; `parts` are of experts, rows and
+        columns.
+        """
+        yield f"{name}_blocks", CodesShard(self.data.data, parts, self.exponents.data)
+        yield f"{name}_scales", ExponentsShard(self.exponents.data, parts)

@@ -13,6 +13,7 @@ from torch import nn
 from nanovllm.layers.weights.weight import PlainWeight, Weight
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.tensors.int4 import Int4Codes
+from nanovllm.tensors.mxfp4 import Mxfp4Codes
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,12 @@ class QuantizedWeight(Weight):
     kernels: Kernels | None = None
 
     @property
-    def codes(self) -> Codes | Int4Codes:
+    def has_kernels(self) -> bool:
+        """Whether any kernel multiplies by the codes."""
+        return self.kernels is not None
+
+    @property
+    def codes(self) -> Codes | Int4Codes | Mxfp4Codes:
         """The whole matrix."""
         raise NotImplementedError
 
@@ -101,12 +107,12 @@ def is_to_be_plain(model: nn.Module) -> bool:
 
 def _has_no_kernels(module: nn.Module) -> TypeGuard[QuantizedWeight]:
     """Whether the module is a weight whose codes no kernel here can multiply."""
-    return isinstance(module, QuantizedWeight) and module.kernels is None
+    return isinstance(module, QuantizedWeight) and not module.has_kernels
 
 
 def held_in(model: nn.Module) -> str:
-    """The format of a model's quantised matrices in memory, "fp8" or "int4"; others are of its
-    dtype, as all are with "none".
+    """The format of a model's quantised matrices in memory, "fp8", "int4" or "mxfp4"; others are
+    of its dtype, as all are with "none".
     """
     names = (module.name for module in model.modules() if isinstance(module, QuantizedWeight))
     return next(names, "none")

@@ -16,6 +16,7 @@ from nanovllm.layers.activation import act_and_mul
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.tensors.int4 import Int4Codes
+from nanovllm.tensors.mxfp4 import Mxfp4Codes
 
 NO_CODES = "`act_block` is None"
 
@@ -72,7 +73,7 @@ class Weight(nn.Module):
         return len(self.data)
 
     @property
-    def codes(self) -> torch.Tensor | Codes | Int4Codes:
+    def codes(self) -> torch.Tensor | Codes | Int4Codes | Mxfp4Codes:
         """The whole matrix, in the form that kernels accept."""
         raise NotImplementedError
 
@@ -154,7 +155,9 @@ class Weight(nn.Module):
             row = self.gated_row(x, bias, gate.gelu)
             if row is not None:
                 return row
-        gated = gated_product(x, self.codes, self.dtype, bias, gate.gelu, out)
+        codes = self.codes
+        assert not isinstance(codes, Mxfp4Codes), "experts have products of their own"
+        gated = gated_product(x, codes, self.dtype, bias, gate.gelu, out)
         if gated is None or gate.next_block is None:
             return gated
         return quantize(gated, gate.next_block)
