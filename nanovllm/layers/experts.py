@@ -16,8 +16,9 @@ from nanovllm.layers.linear import LinearBase, make_weight
 from nanovllm.layers.sequence_parallel import sum_over_ranks, whole_rows
 from nanovllm.layers.weights import mxfp4
 from nanovllm.layers.weights.fp8 import Fp8Weight
+from nanovllm.layers.weights.int4 import Int4Weight
 from nanovllm.layers.weights.mxfp4 import Mxfp4Weight
-from nanovllm.layers.weights.shard import Part, Shard, StackedShard
+from nanovllm.layers.weights.shard import Part, Shard, StackedShard, ZeroShard
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.mxfp4 import BLOCK
 from nanovllm.utils.device import MIN_CAPABILITY, capability
@@ -226,9 +227,14 @@ class NumberedExperts(Experts):
         """The tensors of the i-th expert, which has this path, as `Layer.shards`."""
         I, M = len(self.part.held), self.outputs.total
         gate, up, down = self.facts.names
-        for name, begin in ((gate, 2 * i * I), (up, (2 * i + 1) * I)):
-            yield from self.gate_up.shards(f"{path}.{name}", begin, self.part, self.outputs)
-        yield from self.down.shards(f"{path}.{down}", i * M, self.outputs, self.part)
+        for name, weight, begin, rows, cols in (
+            (gate, self.gate_up, 2 * i * I, self.part, self.outputs),
+            (up, self.gate_up, (2 * i + 1) * I, self.part, self.outputs),
+            (down, self.down, i * M, self.outputs, self.part),
+        ):
+            yield from weight.shards(f"{path}.{name}", begin, rows, cols)
+            if isinstance(weight, Int4Weight):  # AutoGPTQ writes a bias for every layer
+                yield f"{path}.{name}.bias", ZeroShard(torch.empty(0), (rows,))
 
 
 class StackedExperts(NumberedExperts):

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import int4_checkpoints
+import mxfp4_checkpoints
 import pytest
 import torch
 from attention_cases import HAS_CUDA
@@ -50,7 +52,9 @@ from nanovllm.layers.weights.weight import Weight
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
 from nanovllm.tensors.fp8 import FP8, Codes
+from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.mxfp4 import Mxfp4Codes
 from nanovllm.utils.context import Context, use_context
 
 SLIDES = {"sliding_window": 20}  # shorter than prompts, and no multiple of a block or a tile
@@ -406,6 +410,34 @@ def test_fused_layers_with_experts_in_fp8(
         assert (plain - fused).norm() < 2.0**-4 * plain.norm()
     assert len(taken) == 2
     assert all(isinstance(codes, Codes) for weights in taken for codes in weights[:2])
+
+
+@pytest.mark.parametrize("held", ["int4", "mxfp4"])
+def test_fused_layers_with_experts_in_4_bits(
+    held: str, kernel_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token of the decode, too, goes through tiles."""
+    pytest.importorskip("triton")
+    from nanovllm.kernels.products import experts
+
+    if held == "mxfp4":
+        path, _ = mxfp4_checkpoints.checkpoints(tmp_path)
+    else:
+        shape = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        says = {"modules_to_not_convert": ["self_attn"]}
+        path, _ = int4_checkpoints.checkpoints(
+            tmp_path, "awq", "qwen3_moe", lambda module: "self_attn" in module, says, **shape
+        )
+    gated_experts, taken = experts.gated_experts, []
+    monkeypatch.setattr(
+        experts, "gated_experts", lambda x, w, *more: taken.append(w) or gated_experts(x, w, *more)
+    )
+    found = ModelConfig.from_pretrained(str(path)).quantization
+    for plain, fused in compared_layers(path, torch.float16, kernel_device, found, 2):
+        assert (plain - fused).norm() < 0.01 * plain.norm()
+    format = Mxfp4Codes if held == "mxfp4" else Int4Codes
+    assert len(taken) == 4
+    assert all(isinstance(codes, format) for weights in taken for codes in weights[:2])
 
 
 def round_activations(model: torch.nn.Module) -> None:

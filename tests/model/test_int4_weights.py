@@ -24,6 +24,7 @@ from checkpoints import (
     assert_right,
     edit_json,
     make_checkpoint,
+    rare,
 )
 from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
@@ -152,6 +153,16 @@ def test_experts_that_stay_as_they_were_may_have_attention_in_4_bits_beside_them
         tmp_path, "awq", "mixtral", lambda module: "moe" in module, says, num_local_experts=3
     )
     assert_loaded(quantised, exact)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("way", "size"), [("awq", 1), ("gptq", 2), rare("gptq_v2", 1), rare("compressed, zeros", 2)]
+)
+def test_experts(way: str, size: int, tmp_path: Path) -> None:
+    shape = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    quantised, exact = checkpoints(tmp_path, way, "qwen3_moe", head_dim=32, **shape)
+    assert_loaded(quantised, exact, tensor_parallel_size=size)
 
 
 @pytest.mark.usefixtures("threads")
