@@ -37,6 +37,16 @@ COMPRESSED: dict[str, Any] = {
 }
 CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 GROUP = COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}}}
+
+
+def in_int8(strategy: str) -> dict[str, Any]:
+    """Weights and activations in INT8, as llm-compressor writes it."""
+    of_tokens = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    weights = {"num_bits": 8, "type": "int", "strategy": strategy, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": of_tokens}
+    return COMPRESSED | {"format": "int-quantized", "config_groups": {"group_0": group}}
+
+
 # Contents of config.json.
 WAYS: dict[str, dict[str, Any]] = {
     "blocks": {"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"},
@@ -45,22 +55,25 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensor, inverse": {"quant_method": "fp8", "weight_block_size": None},
     # llm-compressor writes what it did not do, too.
     "rows": GROUP | {"transform_config": {}, "sparsity_config": {"format": "dense"}},
+    "int8 rows": in_int8("channel"),
+    "int8 tensor": in_int8("tensor"),
 }
 
 
 def quantize(
-    x: torch.Tensor, rows: int, cols: int
+    x: torch.Tensor, rows: int, cols: int, dtype: torch.dtype = E4M3
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales and the numbers that these mean, one block at a time."""
     N, K = x.shape
     rows, cols = rows or N, cols or K
     scales = torch.empty(math.ceil(N / rows), math.ceil(K / cols))
-    codes, numbers = torch.empty(N, K, dtype=E4M3), torch.empty(N, K)
+    codes, numbers = torch.empty(N, K, dtype=dtype), torch.empty(N, K)
     for i in range(len(scales)):
         for j in range(scales.shape[1]):
             span = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
-            scales[i, j] = x[span].abs().max() / 448
-            codes[span] = (x[span] / scales[i, j]).to(E4M3)
+            scales[i, j] = x[span].abs().max() / (448 if dtype == E4M3 else 127)
+            scaled = x[span] / scales[i, j]
+            codes[span] = (scaled if dtype == E4M3 else scaled.round()).to(dtype)
             numbers[span] = codes[span].float() * scales[i, j]
     return codes, scales, numbers
 
@@ -96,8 +109,9 @@ def quantised_copy(
     """A copy in 8 bits of a checkpoint, which gets the numbers that the codes mean. For arguments
     see `checkpoints`.
     """
-    config, is_tensor = WAYS[way] | (says or {}), way.startswith("tensor")
-    rows, cols = (1, 0) if way == "rows" else config.get("weight_block_size") or (0, 0)
+    config, is_tensor = WAYS[way] | (says or {}), "tensor" in way
+    rows, cols = (1, 0) if "rows" in way else config.get("weight_block_size") or (0, 0)
+    dtype = torch.int8 if "int8" in way else E4M3
     copy_checkpoint(exact, path, quantization_config=config)
     tensors = load_file(exact / "model.safetensors")
     plain, packed = dict(tensors), dict(tensors)
@@ -106,7 +120,7 @@ def quantised_copy(
     for name, x in tensors.items():
         module = name.removesuffix(".weight")
         if module.split(".")[-1] in PROJECTIONS and not is_plain(module):
-            codes, scales, plain[name] = quantize(x, rows, cols)
+            codes, scales, plain[name] = quantize(x, rows, cols, dtype)
             packed[name] = codes
             shape = [] if is_tensor else list(scales.shape)
             packed[f"{module}.{name_of_scales}"] = scales.reshape(shape)

@@ -86,15 +86,15 @@ class Itemsizes(NamedTuple):
 
 def itemsizes(config: ModelConfig, itemsize: int, kv_cache_dtype: str, held: str) -> Itemsizes:
     """Bytes of values in a model with activations of `itemsize` bytes, whose matrices are `held` in
-    "none", "fp8", "int4" or "mxfp4". If it was quantised while it was loaded, its LM head is in
-    INT8.
+    "none", "fp8", "int8", "int4" or "mxfp4". If it was quantised while it was loaded, its LM head
+    is in INT8.
     """
     kv, found = 1 + 1 / config.head_dim if "8" in kv_cache_dtype else itemsize, config.quantization
     if found is not None and isinstance(found.format, Int4) and held == "int4":
         return Itemsizes(kv, 0.5 + 4 / found.format.group, itemsize, itemsize, itemsize)
     if held == "mxfp4":
         return Itemsizes(kv, 0.5 + 1 / MXFP4_BLOCK, itemsize, itemsize, itemsize)
-    linear = 1 if held == "fp8" else itemsize
+    linear = 1 if held in ("fp8", "int8") else itemsize
     head = linear if found is None else itemsize
     return Itemsizes(kv, linear, itemsize, head, itemsize)
 

@@ -1,6 +1,7 @@
 """`Quantization`: the modules of a checkpoint that are quantised, and their format.
 
-config.json names a method, which determines the format (`fp8.py`, `int4.py`), and lists modules
+config.json names a method, which determines the format (`fp8.py`, `int8.py`, `int4.py`), and lists
+modules
 that it leaves as they were, in 16 bits. "auto-round" names one of the other formats, and has a
 table of modules that differ. A module that is quantised in any other way is refused by its name.
 """
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from nanovllm.checkpoint.files import read_value
 from nanovllm.checkpoint.fp8 import Fp8, read_fp8, read_fp8_group
 from nanovllm.checkpoint.int4 import Int4, read_awq, read_gptq, read_int4_group
+from nanovllm.checkpoint.int8 import Int8, read_int8_group
 from nanovllm.checkpoint.modules import MARK, Modules, flat, is_pattern
 from nanovllm.checkpoint.refusals import unsupported_quantization
 
@@ -36,7 +38,7 @@ FLOATS = ("float", "fp", "fp16", "bf16")  # data types of AutoRound that are not
 HEAD = "lm_head"
 REMEDY = "use another checkpoint, or the original weights"
 
-Format: TypeAlias = Fp8 | Int4
+Format: TypeAlias = Fp8 | Int8 | Int4
 
 
 class Rule(NamedTuple):
@@ -166,10 +168,10 @@ def choose(asked: str | None, found: Quantization | None, packed: bool) -> Quant
 
 
 def format_of(found: Quantization | None) -> str:
-    """The name of a format: "none", "fp8" or "int4"."""
+    """The name of a format: "none", "fp8", "int8" or "int4"."""
     if found is None:
         return "none"
-    return "fp8" if isinstance(found.format, Fp8) else "int4"
+    return {Fp8: "fp8", Int8: "int8", Int4: "int4"}[type(found.format)]
 
 
 def _quantised_head(method: Any) -> ValueError:
@@ -224,6 +226,8 @@ def _read_compressed(found: dict[str, Any]) -> Quantization:
     format: Format
     if (kind, bits) == ("int", 4):
         format = read_int4_group(weights, group.get("format") or found.get("format"))
+    elif (kind, bits) == ("int", 8):
+        format = read_int8_group(group, group.get("format") or found.get("format"))
     elif (kind, bits) == ("float", 8):
         format = read_fp8_group(weights)
     else:

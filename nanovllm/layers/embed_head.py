@@ -10,7 +10,7 @@ from nanovllm.distributed.bulk import Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.sequence_parallel import gather_owned_rows, sum_over_ranks
-from nanovllm.layers.weights.int8_head import Int8Weight, TiedWeight, in_int8
+from nanovllm.layers.weights.int8_head import Int8Head, TiedWeight, in_int8
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.layers.weights.weight import PlainWeight, Weight
 
@@ -85,7 +85,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
         """Share the values of the embedding, which the checkpoint stores once."""
         self.is_tied = True
-        if isinstance(self.weight, Int8Weight):
+        if isinstance(self.weight, Int8Head):
             embedding.weight = TiedWeight(embedding.weight, self.weight)
         else:
             self.weight = embedding.weight

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoint.fp8 import Fp8
+from nanovllm.checkpoint.int8 import Int8
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
@@ -17,6 +18,7 @@ from nanovllm.layers.base import Build, Hidden, Layer
 from nanovllm.layers.sequence_parallel import sum_over_ranks
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.int4 import Int4Weight
+from nanovllm.layers.weights.int8 import Int8Weight
 from nanovllm.layers.weights.shard import Part, Shard, ZeroShard
 from nanovllm.layers.weights.weight import Gate, PlainWeight, Weight
 from nanovllm.tensors.fp8 import Codes
@@ -30,6 +32,8 @@ def make_weight(num_rows: int, num_cols: int, modules: Iterable[str], build: Bui
         return PlainWeight(values, build.fused)
     if isinstance(format, Fp8):
         return Fp8Weight(num_rows, num_cols, build.dtype, build.fused, format)
+    if isinstance(format, Int8):
+        return Int8Weight(num_rows, num_cols, build.dtype, build.fused, format)
     return Int4Weight(num_rows, num_cols, build.dtype, build.fused, format)
 
 

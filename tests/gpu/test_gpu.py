@@ -40,7 +40,7 @@ from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.kernels import device_features as hopper
 from nanovllm.kernels.attention import decode_many as paged_decode
 from nanovllm.layers.sampler import Sampler
-from nanovllm.layers.weights.int8_head import Int8Weight
+from nanovllm.layers.weights.int8_head import Int8Head
 from nanovllm.startup import builder
 from nanovllm.startup.builder import Builder
 from nanovllm.utils.device import (
@@ -553,7 +553,7 @@ def test_formats_beside_everything_else(held: str, tmp_path: Path) -> None:
             assert llm.model_runner is not None
             head = llm.model_runner.model.lm_head.weight
         assert metrics["quantization"] == held
-        assert isinstance(head, Int8Weight) == (held == "fp8")
+        assert isinstance(head, Int8Head) == (held == "fp8")
         assert (metrics["kv_cache_dtype"] == "float8_e4m3fn") == (held != "none")
         for name in ("num_preemptions", "num_cached_tokens", "num_graph_replays", "overlap"):
             assert bool(metrics[name]) == ("overlap" not in options), name

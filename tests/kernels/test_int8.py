@@ -20,7 +20,7 @@ from nanovllm.kernels.products.int8_linear import (
     in_bytes,
     linear_into,
 )
-from nanovllm.layers.weights.int8_head import Int8Weight
+from nanovllm.layers.weights.int8_head import Int8Head
 from nanovllm.tensors.fp8 import Codes
 
 SEED = 6
@@ -95,6 +95,37 @@ def test_what_is_no_number_stays_none(
     torch.testing.assert_close(out[1:].double(), wanted, rtol=1.01 * UNIT, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("T", "N", "K", "partial"),
+    [(1, 70, 272, False), (2, 64, 512, True), (33, 130, 272, False), rare(300, 200, 512, True)],
+)
+@pytest.mark.parametrize("room", [True, False], ids=["", "no room"])
+def test_products_of_integers_by_integers(
+    T: int, N: int, K: int, partial: bool, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a row's activations, of which one is far larger than the others, are added exactly.
+    A single row is not quantised.
+    """
+    if not room:
+        monkeypatch.setattr(int8_linear, "has_room", lambda _: False)
+        monkeypatch.setattr(int8_linear, "can_describe", lambda _: False)
+    x, weight, bias = randn(T, K + 8)[:, :K], weight_of(N, K), randn(N, seed=9)
+    x[:, 5] *= 30
+    numbers = x.double()
+    if T > 1:
+        x_scales = numbers.abs().amax(1, keepdim=True) / 127
+        numbers = (numbers / x_scales).round() * x_scales
+    wanted = numbers @ weight.numbers().double().T + bias.double()
+    out = int8_linear.linear(x, weight, HALF, bias, partial)
+    assert (out.dim() == 3) == (partial and T <= int8_linear.MANY_ROWS)
+    if out.dim() == 3:
+        assert len(out) > 1 and out.dtype == torch.float32
+        out = out.sum(0).to(HALF)
+    # A few activations are rounded to the other side.
+    error = (out.double() - wanted).norm() / wanted.norm()
+    assert error < 2 * UNIT, error / UNIT
+
+
 def test_zeros() -> None:
     out = torch.full((2, 64), torch.nan, dtype=HALF, device=DEVICE)
     linear_into(out, randn(2, 128) * 0, weight_of(64, 128))
@@ -112,7 +143,7 @@ def test_products_of_every_number_of_rows_are_rehearsed(
         int8_linear, "in_bytes", lambda x: (rows[: 2 * len(x)], torch.empty(len(x), device=DEVICE))
     )
     with torch.device(DEVICE):
-        held = Int8Weight(1024, 512, HALF)
+        held = Int8Head(1024, 512, HALF)
 
     def multiply(T: int) -> None:
         held.multiply(torch.empty(T, 512, dtype=HALF, device=DEVICE))

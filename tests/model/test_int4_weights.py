@@ -303,7 +303,7 @@ def test_a_checkpoint_without_a_description_is_named(tmp_path: Path) -> None:
             AWQ | {"group_size": 32, "modules_to_not_convert": ["gate_proj"]},
             r"leaves model\.layers\.0\.mlp\.gate_proj in 16 bits and quantises .*0\.mlp\.up_proj",
         ),
-        (compressed(num_bits=8), "'compressed-tensors, 8-bit int, strategy group' is not"),
+        (compressed(num_bits=8), "'compressed-tensors, symmetric 8-bit int, strategy group, fo"),
     ],
 )
 def test_other_ways_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from nanovllm.checkpoint.quantization import WHILE_LOADING, Quantization
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
 from nanovllm.layers.weights import fp8 as fp8_weight
-from nanovllm.layers.weights.int8_head import Int8Weight
+from nanovllm.layers.weights.int8_head import Int8Head
 from nanovllm.models import loader
 from nanovllm.models.loader import checkpoint_shards, load_dummy, load_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -113,7 +113,7 @@ def test_heads_in_int8_are_of_the_same_numbers(
     for model in models:
         load_model(model, path)
         count, weight = len(model.lm_head.vocab), model.lm_head.weight
-        assert isinstance(weight, Int8Weight)
+        assert isinstance(weight, Int8Head)
         assert sum(p is weight.data for p in model.parameters()) == 1
         codes.append(weight.data[:count])
         scales.append(weight.scales[:count].double())
@@ -145,7 +145,7 @@ def test_which_heads_are_in_int8(other: dict[str, Any], in_int8: bool, path: Pat
     pytest.importorskip("triton")
     how = {"dtype": torch.float16, "fused": True, "quantization": WHILE_LOADING}
     head = build(path, 0, 1, **how | other).lm_head
-    assert isinstance(head.weight, Int8Weight) == in_int8
+    assert isinstance(head.weight, Int8Head) == in_int8
 
 
 class Watch:

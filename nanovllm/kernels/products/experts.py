@@ -34,7 +34,7 @@ from nanovllm.kernels.products.fp8_linear import BLOCK, act_block_of, can_multip
 from nanovllm.kernels.products.linear import HALF
 from nanovllm.kernels.products.routing import sort_pairs
 from nanovllm.kernels.products.row import one_row, stored
-from nanovllm.tensors.fp8 import Codes
+from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.tensors.mxfp4 import BLOCK as MXFP4_BLOCK
 from nanovllm.tensors.mxfp4 import PLANE, Mxfp4Codes
@@ -415,6 +415,8 @@ def act_block(weights: ExpertWeights, dtype: torch.dtype) -> int | None:
     """The number of inputs of a token that share a scale; 0: all; None: tokens stay in 16 bits."""
     gate_up, down = weights.gate_up, weights.down
     if not isinstance(gate_up, Codes) or not isinstance(down, Codes):
+        return None
+    if gate_up.codes.dtype != FP8:
         return None
     own = can_multiply(gate_up, dtype) and can_multiply(down, dtype)
     # A tile has weights of one block, so experts, and gate and up, must begin with one.

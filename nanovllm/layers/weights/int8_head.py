@@ -1,4 +1,4 @@
-"""`Int8Weight`: the matrix of an LM head in INT8, with one scale per row.
+"""`Int8Head`: the matrix of an LM head in INT8, with one scale per row.
 
 INT8 takes as many bytes as FP8. Its error is a fifth of FP8's if the values of a row are alike,
 which matters where no later layer evens out errors (docs/experiments.md, 42).
@@ -18,7 +18,7 @@ from nanovllm.layers.weights.weight import PlainWeight, Weight
 from nanovllm.tensors.fp8 import Codes
 
 
-class Int8Weight(Weight):
+class Int8Head(Weight):
     """N x K values in INT8, zero until loaded; see `in_int8`.
 
     Attributes:
@@ -62,7 +62,7 @@ class Int8Weight(Weight):
         return out
 
 
-def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Weight | None:
+def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Head | None:
     """An INT8 weight for an LM head; None unless the model's matrices are quantised while they are
     loaded (otherwise the checkpoint determines the format) and our kernels can multiply by it.
     """
@@ -71,13 +71,13 @@ def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Weight | None:
     from nanovllm.kernels.products.int8_linear import can_multiply
 
     fits = can_multiply(torch.empty(0).device, build.dtype, num_cols)
-    return Int8Weight(num_rows, num_cols, build.dtype) if fits else None
+    return Int8Head(num_rows, num_cols, build.dtype) if fits else None
 
 
 class TiedWeight(PlainWeight):
     """The weight of an embedding whose values fill the LM head's weight, too."""
 
-    def __init__(self, embedding: Weight, head: Int8Weight) -> None:
+    def __init__(self, embedding: Weight, head: Int8Head) -> None:
         super().__init__(embedding.data, fused=False)
         self._of_head = head.shard
 
