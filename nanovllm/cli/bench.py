@@ -98,7 +98,7 @@ def build(args: argparse.Namespace) -> tuple["LLM", float]:
 
 def run(args: argparse.Namespace) -> int:
     """Build, warm up, time, report."""
-    from nanovllm.benchmark import harness, limits
+    from nanovllm.benchmark import choices, harness, limits
 
     llm, construction = build(args)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=4), use_tqdm=False)
@@ -115,6 +115,10 @@ def run(args: argparse.Namespace) -> int:
         share = limits.describe(harness.achieved(llm, prompts, params, seconds, **limit))
         print(f"{tokens} tokens in {seconds:.2f} s: {rates[-1]:.0f} tok/s, {share}")
     median = statistics.median(rates)
+    conditions = harness.conditions(llm)
+    touched = choices.touched(llm, prompts)
+    if touched is not None:
+        print(touched.describe())
     result = {
         "benchmark": "bench",
         "model": model_name(args),
@@ -125,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
         "tok_per_s_range": [round(min(rates), 1), round(max(rates), 1)],
         "construction_s": round(construction, 2),
         **harness.achieved(llm, prompts, params, tokens / median, **limit),
-        **harness.conditions(llm),
+        **conditions,
+        "experts": touched and touched._asdict(),
     }
     llm.exit()
     harness.publish(result, args.save)

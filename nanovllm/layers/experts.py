@@ -1,7 +1,7 @@
 """Mixture of experts: gated MLPs, of which a router chooses a few for each token."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,10 @@ from nanovllm.utils.device import MIN_CAPABILITY, capability
 
 if TYPE_CHECKING:
     from nanovllm.kernels.products.experts import ExpertWeights
+
+
+# `Router.choose`
+Choose: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def _facts(config: ModelConfig) -> ExpertConfig:
@@ -295,7 +299,7 @@ class SparseMLP(MLP):
         super().__init__()
         module = Router(config, build.at(router))
         self.add_module(router, module)
-        self.choose = module.choose
+        self.choose: Choose = module.choose
         self.experts = experts
 
     def forward(self, hidden: Hidden) -> Hidden:

@@ -32,9 +32,10 @@ from benchmarks import (
     streams,
     workloads,
 )
+from checkpoints import SMALL, make_checkpoint, reference_model
 from faults import wait_until
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmark import harness, limits
+from nanovllm.benchmark import choices, harness, limits
 from nanovllm.benchmark.limits import Itemsizes
 from nanovllm.checkpoint.fp8 import Fp8
 from nanovllm.checkpoint.int4 import Int4
@@ -255,6 +256,25 @@ def test_roofline_of_any_checkpoint_and_workload(
     size = 4 * (2 * LAYER + HEAD + 2 * 2 * 2 * 32 * 11)
     assert line[:2] == ["uniform", "prefill"]
     assert float(line[-4]) == pytest.approx(size / 1e6, abs=1e-3)
+
+
+def test_experts_that_a_step_touches(tmp_path: Path) -> None:
+    """Those that the last tokens of prompts choose in transformers, in the mean of the layers."""
+    shape = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    path = make_checkpoint(tmp_path / "model", "qwen3_moe", head_dim=16, **shape)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(100) for _ in range(n)] for n in (5, 20, 33, 60, 7)]
+    with LLM(path, **SMALL) as llm:
+        found = choices.touched(llm, prompts)
+        again = choices.touched(llm, prompts)
+    assert found == again and found is not None and found.num_tokens == 5
+    model, layers = reference_model(path), [set[int](), set[int]()]
+    for prompt in prompts:
+        logits = model(torch.tensor([prompt]), output_router_logits=True).router_logits
+        for chosen, of_layer in zip(layers, logits, strict=True):
+            chosen.update(of_layer[-1].topk(2).indices.tolist())
+    assert found.experts == sum(map(len, layers)) / 2
+    assert found.independent == pytest.approx(16 * (1 - (14 / 16) ** 5))
 
 
 def test_a_checkpoint_in_8_bits_keeps_its_head(config: ModelConfig) -> None:
