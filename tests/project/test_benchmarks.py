@@ -32,7 +32,8 @@ from benchmarks import (
     streams,
     workloads,
 )
-from checkpoints import SMALL, make_checkpoint, reference_model
+from checkpoints import SMALL as SMALL_ENGINE
+from checkpoints import make_checkpoint, reference_model
 from faults import wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import choices, harness, limits
@@ -264,7 +265,7 @@ def test_experts_that_a_step_touches(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", "qwen3_moe", head_dim=16, **shape)
     rng = random.Random(3)
     prompts = [[rng.randrange(100) for _ in range(n)] for n in (5, 20, 33, 60, 7)]
-    with LLM(path, **SMALL) as llm:
+    with LLM(path, **SMALL_ENGINE) as llm:
         found = choices.touched(llm, prompts)
         again = choices.touched(llm, prompts)
     assert found == again and found is not None and found.num_tokens == 5
