@@ -76,6 +76,11 @@ def pdl_options(x: torch.Tensor) -> dict[str, Any]:
     return {"PDL": False}
 
 
+def has_ptx(x: torch.Tensor) -> bool:
+    """Whether x's device has the instructions of NVIDIA's GPUs."""
+    return x.is_cuda and torch.version.hip is None
+
+
 def has_own_kernels(x: torch.Tensor) -> bool:
     """Whether x's device can run the kernels for Hopper, whose warps are specialised."""
     known = own_kernels and TRITONS[0] <= VERSION <= TRITONS[1]

@@ -31,7 +31,7 @@ from nanovllm.kernels.attention.splits import (
     span,
 )
 from nanovllm.kernels.attention.tiles import decode_span, decode_tile, masked_tile
-from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
+from nanovllm.kernels.device_features import has_ptx, launch_dependents, pdl_options, wait
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.qk_norm_rope import QKNormRope
@@ -285,7 +285,7 @@ def own_decode(
         G=G, G_PAD=max(MIN_COLUMNS if left else 16, next_power_of_2(G)), D=D, S=S,
         WINDOW=scoring.window, SOFTCAP=scoring.softcap, BLOCK_N=BLOCK_N,
         **combining(num_splits, G), PAIR=pair, LEFT=left, PARTS=parts, PLUS_ONE=how.plus_one,
-        R=how.turn.rotary_dim, INTERLEAVED=how.turn.interleaved, CVT=qkv.is_cuda,
+        R=how.turn.rotary_dim, INTERLEAVED=how.turn.interleaved, CVT=has_ptx(qkv),
         num_warps=num_warps, num_stages=num_stages, **pdl_options(qkv),
     )  # fmt: skip
     return outputs[0]

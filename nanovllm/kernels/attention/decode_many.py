@@ -19,7 +19,14 @@ from nanovllm.kernels.attention.splits import (
     span,
 )
 from nanovllm.kernels.attention.tiles import decode_span
-from nanovllm.kernels.device_features import VERSION, has_room, launch_dependents, pdl_options, wait
+from nanovllm.kernels.device_features import (
+    VERSION,
+    has_ptx,
+    has_room,
+    launch_dependents,
+    pdl_options,
+    wait,
+)
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring
@@ -164,7 +171,7 @@ def paged_decode(
         1 if seen[1] is None else seen[1].shape[2],
         scoring.scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
         G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap,
-        BLOCK_N=BLOCK_N, **combining(num_splits, G), PAIR=pair, LEFT=left, CVT=q.is_cuda,
+        BLOCK_N=BLOCK_N, **combining(num_splits, G), PAIR=pair, LEFT=left, CVT=has_ptx(q),
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
     return outputs[0]

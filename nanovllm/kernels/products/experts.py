@@ -21,6 +21,7 @@ from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import (
     can_describe,
     describe,
+    has_ptx,
     has_room,
     launch_dependents,
     load_tile,
@@ -483,7 +484,7 @@ def gated_experts(
     order, starts = sort_pairs(experts, E)
     tiles = tiles or choose_tiles(N, E, x, gate_up.bits, 16 if x_block is None else 8)
     num_tiles = min(N, E) + N // tiles.block_t  # at most: the last tile of an expert may be partial
-    shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E), "ASM": x.is_cuda}
+    shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E), "ASM": has_ptx(x)}
     how = {"LEFT": tiles.left, "num_warps": tiles.warps, "num_stages": tiles.stages}
     if x_block is None:
         tokens, x_scales, inner, inner_scales = x.contiguous(), None, spare_rows(N, I, like=x), None

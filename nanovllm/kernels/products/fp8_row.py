@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.activation import activate_and_mul
-from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
+from nanovllm.kernels.device_features import has_ptx, launch_dependents, pdl_options, wait
 from nanovllm.kernels.products.row import load_bias, load_words
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
@@ -188,7 +188,7 @@ def one_row(
     _fp8_row_kernel[(programs,)](
         x.view(torch.int64), weight.codes.view(torch.int32), weight.scales, bias, out,
         N=N, K=K, GATED=gated, GELU=gelu, BLOCK_N=block_n, BLOCK_K=block_k, STEPS=cdiv(K, block_k),
-        SCALE_BLOCK=0 if weight.block[0] == 1 else weight.block[1], CVT=x.is_cuda, num_warps=4,
+        SCALE_BLOCK=0 if weight.block[0] == 1 else weight.block[1], CVT=has_ptx(x), num_warps=4,
         **pdl_options(x),
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
+from nanovllm.kernels.device_features import has_ptx, launch_dependents, pdl_options, wait
 from nanovllm.tensors.int4 import OFFSETS, PLANES, SHIFTS, Int4Codes
 
 ROWS = 16  # per program of `_numbers_kernel`
@@ -171,7 +171,7 @@ def numbers_of(weight: Int4Codes, dtype: torch.dtype, begin: int, end: int) -> t
     words = weight.scales.view(torch.int32)
     _numbers_kernel[((end - begin) // ROWS, K // (PLANES * P))](
         weight.data[begin:], words[:, begin:], out, N,
-        K=K, GROUP=weight.group, P=P, BLOCK_N=ROWS, ASM=out.is_cuda, num_warps=4,
+        K=K, GROUP=weight.group, P=P, BLOCK_N=ROWS, ASM=has_ptx(out), num_warps=4,
         **pdl_options(out),
     )  # fmt: skip
     return out

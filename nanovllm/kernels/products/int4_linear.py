@@ -18,6 +18,7 @@ from nanovllm.kernels.device_features import (
     TILE_ROWS,
     can_describe,
     describe,
+    has_ptx,
     has_room,
     launch_dependents,
     load_tile,
@@ -125,7 +126,7 @@ def _by_tiles(
         describe(weight.data, tiles.block_n, P) if tma else weight.data,
         weight.scales.view(torch.int32), bias, out, T, N, K, K // (PLANES * P) // S,
         GROUP=weight.group, P=P, BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n,
-        BF16=x.dtype == torch.bfloat16, TMA=tma, ASM=x.is_cuda,
+        BF16=x.dtype == torch.bfloat16, TMA=tma, ASM=has_ptx(x),
         num_warps=tiles.warps, num_stages=tiles.stages, **pdl_options(x),
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.activation import activate_and_mul
-from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
+from nanovllm.kernels.device_features import has_ptx, launch_dependents, pdl_options, wait
 from nanovllm.kernels.products.int4 import dot_planes, halves, in_bytes, offset_of
 from nanovllm.kernels.products.linear import empty_parts
 from nanovllm.kernels.products.row import load_bias, load_words
@@ -198,6 +198,6 @@ def one_row(
         x.view(torch.int32), weight.data.view(torch.int32), weight.scales.view(torch.int32), bias,
         out, N=N, K=K, GATED=gated, GELU=gelu, GROUP=weight.group, P=weight.plane,
         BLOCK_N=block_n, BLOCK_K=block_k, STEPS=steps // splits, BF16=x.dtype == torch.bfloat16,
-        ASM=x.is_cuda, num_warps=4, maxnreg=registers, **pdl_options(x),
+        ASM=has_ptx(x), num_warps=4, maxnreg=registers, **pdl_options(x),
     )  # fmt: skip
     return out
