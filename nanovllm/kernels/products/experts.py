@@ -11,7 +11,7 @@ has them. Where tensor cores have no FP8, or scale blocks do not fit tiles, weig
 Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -88,7 +88,7 @@ LITTLE_ROOM = (
     Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),
     Tiles(64, 64, 64, 64, warps=4, stages=2, left=False),
 )
-LARGE_STEP = 1024  # rows from which partial results are rounded, to write fewer bytes
+LARGE_STEP = 1024  # rows from which partial results are rounded
 
 
 @triton.jit
@@ -152,6 +152,36 @@ def _add_tile(
 
 
 @triton.jit
+def _add_chunks(
+    gate, up, x_ptr, rows, used, weight, scales_ptr, row, end, UP: tl.constexpr,
+    COLS: tl.constexpr, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    P: tl.constexpr, ROW_STEP: tl.constexpr, CHUNK_STEP: tl.constexpr, LEFT: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """gate + x @ weight.T of packed rows from `row` on, and the same of `up`, whose rows are UP
+    further on; with UP 0, only the first.
+    """
+    for chunk in range(0, tl.cdiv(COLS, 4 * P)):
+        gates = _load_packed(weight, chunk, row, end, ROWS, P, ROW_STEP, CHUNK_STEP)
+        if UP > 0:
+            ups = _load_packed(weight, chunk, row + UP, end + UP, ROWS, P, ROW_STEP, CHUNK_STEP)
+        for half in tl.static_range(2):
+            k = (4 * chunk + 2 * half) * P
+            x1 = _load_rows(x_ptr, rows, used, k, COLS, P)
+            x2 = _load_rows(x_ptr, rows, used, k + P, COLS, P)
+            gate = _add_planes(
+                gate, gates, scales_ptr, row, end, k, x1, x2, NUM_ROWS, ROWS, GROUP, half == 1,
+                LEFT, ASM,
+            )  # fmt: skip
+            if UP > 0:
+                up = _add_planes(
+                    up, ups, scales_ptr, row + UP, end + UP, k, x1, x2, NUM_ROWS, ROWS, GROUP,
+                    half == 1, LEFT, ASM,
+                )  # fmt: skip
+    return gate, up
+
+
+@triton.jit
 def _block_scale(x_scales_ptr, row, k, mask, COLS: tl.constexpr, X_BLOCK: tl.constexpr):
     """The scales of rows of x: [T, COLS] in the block of column k; 1 if blocks are whole rows."""
     if X_BLOCK == 0:
@@ -209,6 +239,14 @@ def _add_planes(
 
 
 @triton.jit
+def _scaled(x, scales_ptr, places, used):
+    """Rows of x: [T, columns] divided by scales for 8 bits, which are stored."""
+    scale = scale_of(tl.max(tl.abs(x), 1))
+    tl.store(scales_ptr + places, scale, mask=used)
+    return x * (1.0 / scale)[:, None]
+
+
+@triton.jit
 def _gate_up_kernel(
     x_ptr, x_scales_ptr, weight, codes_scales_ptr, bias_ptr, order_ptr, starts_ptr, out_ptr,
     out_scales_ptr,
@@ -234,23 +272,10 @@ def _gate_up_kernel(
     gate = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     up = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     if PLANE > 0:
-        for chunk in range(0, tl.cdiv(M, 4 * PLANE)):
-            gates = _load_packed(weight, chunk, row, end_row, BLOCK_I, PLANE, ROW_STEP, CHUNK_STEP)
-            ups = _load_packed(
-                weight, chunk, row + I, end_row + I, BLOCK_I, PLANE, ROW_STEP, CHUNK_STEP
-            )
-            for half in tl.static_range(2):
-                k = (4 * chunk + 2 * half) * PLANE
-                x1 = _load_rows(x_ptr, token, used, k, M, PLANE)
-                x2 = _load_rows(x_ptr, token, used, k + PLANE, M, PLANE)
-                gate = _add_planes(
-                    gate, gates, codes_scales_ptr, row, end_row, k, x1, x2, E * 2 * I, BLOCK_I,
-                    SCALE_COLS, half == 1, LEFT, ASM,
-                )  # fmt: skip
-                up = _add_planes(
-                    up, ups, codes_scales_ptr, row + I, end_row + I, k, x1, x2, E * 2 * I, BLOCK_I,
-                    SCALE_COLS, half == 1, LEFT, ASM,
-                )  # fmt: skip
+        gate, up = _add_chunks(
+            gate, up, x_ptr, token, used, weight, codes_scales_ptr, row, end_row, I, M, E * 2 * I,
+            BLOCK_I, SCALE_COLS, PLANE, ROW_STEP, CHUNK_STEP, LEFT, ASM,
+        )  # fmt: skip
     else:
         for k in range(0, M, BLOCK_K):
             x = _load_rows(x_ptr, token, used, k, M, BLOCK_K)
@@ -278,10 +303,7 @@ def _gate_up_kernel(
         up += tl.load(bias_ptrs + I, mask=i < I, other=0.0).to(tl.float32)[None, :]
     out = activate_and_mul(gate, up, GELU, LIMIT)
     if out_scales_ptr is not None:
-        scale = scale_of(tl.max(tl.abs(out), 1))
-        places = t.to(tl.int64) * tl.cdiv(I, BLOCK_I) + tl.program_id(0)
-        tl.store(out_scales_ptr + places, scale, mask=used)
-        out *= (1.0 / scale)[:, None]
+        out = _scaled(out, out_scales_ptr + tl.program_id(0), t * tl.cdiv(I, BLOCK_I), used)
     ptrs = out_ptr + t.to(tl.int64)[:, None] * I + i[None, :]  # in the sorted order
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(ptrs, out, mask=used[:, None] & (i < I)[None, :])
@@ -308,16 +330,10 @@ def _down_kernel(
     t = begin + tl.arange(0, BLOCK_T)
     acc, used, end_row = _no_sum(BLOCK_M, BLOCK_T, LEFT), t < end, expert * M + M
     if PLANE > 0:
-        for chunk in range(0, tl.cdiv(I, 4 * PLANE)):
-            packed = _load_packed(weight, chunk, row, end_row, BLOCK_M, PLANE, ROW_STEP, CHUNK_STEP)
-            for half in tl.static_range(2):
-                k = (4 * chunk + 2 * half) * PLANE
-                x1 = _load_rows(x, t.to(tl.int64), used, k, I, PLANE)
-                x2 = _load_rows(x, t.to(tl.int64), used, k + PLANE, I, PLANE)
-                acc = _add_planes(
-                    acc, packed, codes_scales_ptr, row, end_row, k, x1, x2, E * M, BLOCK_M,
-                    SCALE_COLS, half == 1, LEFT, ASM,
-                )  # fmt: skip
+        acc, _ = _add_chunks(
+            acc, acc, x, t.to(tl.int64), used, weight, codes_scales_ptr, row, end_row, 0, I, E * M,
+            BLOCK_M, SCALE_COLS, PLANE, ROW_STEP, CHUNK_STEP, LEFT, ASM,
+        )  # fmt: skip
     else:
         for k in range(0, I, BLOCK_K):
             inner = load_tile(x, begin, end, k, I, BLOCK_T, BLOCK_K, TMA)
@@ -398,17 +414,17 @@ def operand(weight: AnyWeight) -> Operand:
     if isinstance(weight, Mxfp4Codes):
         sizes = {"PLANE": PLANE, "ROW_STEP": PLANE, "CHUNK_STEP": PLANE * len(weight)}
         assert weight.data.numel() < 2**31, "the kernels count in 32 bits"
-        return Operand(weight.data, weight.exponents, 4, _scaled(1, MXFP4_BLOCK) | sizes)
+        return Operand(weight.data, weight.exponents, 4, _scale_block(1, MXFP4_BLOCK) | sizes)
     if isinstance(weight, Int4Codes):
         plane, words = weight.plane, weight.scales.view(torch.int32)
         sizes = {"PLANE": plane, "ROW_STEP": weight.data.shape[1], "CHUNK_STEP": plane}
-        return Operand(weight.data, words, 4, _scaled(1, weight.group) | sizes)
+        return Operand(weight.data, words, 4, _scale_block(1, weight.group) | sizes)
     data, scales, block = stored(weight)
     none = {"PLANE": 0, "ROW_STEP": 0, "CHUNK_STEP": 0}
-    return Operand(data, scales, 8 * data.element_size(), _scaled(*block) | none)
+    return Operand(data, scales, 8 * data.element_size(), _scale_block(*block) | none)
 
 
-def _scaled(rows: int, columns: int) -> dict[str, int]:
+def _scale_block(rows: int, columns: int) -> dict[str, int]:
     return {"SCALE_ROWS": rows, "SCALE_COLS": columns}
 
 
@@ -480,36 +496,66 @@ def gated_experts(
         return one_row(
             inner, weights.down, weights.down_bias, num_experts=E, experts=experts, scales=scales
         )
-    N, x_block = T * k, act_block(weights, x.dtype)
+    x_block = act_block(weights, x.dtype)
+    tiles = tiles or choose_tiles(T * k, E, x, gate_up.bits, 16 if x_block is None else 8)
     order, starts = sort_pairs(experts, E)
-    tiles = tiles or choose_tiles(N, E, x, gate_up.bits, 16 if x_block is None else 8)
-    num_tiles = min(N, E) + N // tiles.block_t  # at most: the last tile of an expert may be partial
-    shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E), "ASM": has_ptx(x)}
-    how = {"LEFT": tiles.left, "num_warps": tiles.warps, "num_stages": tiles.stages}
-    if x_block is None:
-        tokens, x_scales, inner, inner_scales = x.contiguous(), None, spare_rows(N, I, like=x), None
-    else:
-        tokens, x_scales, _ = stored(quantize(x, x_block))
-        inner, inner_scales, _ = stored(empty_codes(N, I, tiles.block_i, x.device))
-    matrices = gate_up.data, down.data, inner
-    tma = x.dtype in HALF and gate_up.bits > 4 and all(map(can_describe, matrices))
-    width = tiles.block_k
-    _gate_up_kernel[(cdiv(I, tiles.block_i), num_tiles)](
-        tokens, x_scales, describe(gate_up.data, tiles.block_i, width) if tma else gate_up.data,
-        gate_up.scales, weights.gate_up_bias, order, starts, inner, inner_scales,
-        X_BLOCK=x_block or 0, GELU=gelu, LIMIT=limit, BLOCK_T=tiles.block_t,
-        BLOCK_I=tiles.block_i, BLOCK_K=width, TMA=tma,
-        **gate_up.constants, **shape, **how, **pdl_options(x),
-    )  # fmt: skip
+    common = {
+        **{"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E), "ASM": has_ptx(x)},
+        **{"BLOCK_T": tiles.block_t, "LEFT": tiles.left},
+        **{"num_warps": tiles.warps, "num_stages": tiles.stages, **pdl_options(x)},
+    }
+    of_pairs = _gate_up(x, x_block, weights, gate_up, order, starts, tiles, common)
+    # In large steps partial results are rounded, to write fewer bytes.
     dtype = torch.float32 if T < LARGE_STEP else x.dtype
     out = torch.empty(k, T, M, dtype=dtype, device=x.device)
-    width = min(width, tiles.block_i) if inner_scales is not None else width
-    _down_kernel[(cdiv(M, tiles.block_m), num_tiles)](
-        describe(inner, tiles.block_t, width) if tma else inner, inner_scales,
+    values, inner_scales, _ = stored(of_pairs)
+    width = tiles.block_k if inner_scales is None else min(tiles.block_k, tiles.block_i)
+    tma = _has_tma(x.dtype, down, values)
+    _down_kernel[(cdiv(M, tiles.block_m), _num_tiles(T * k, E, tiles))](
+        describe(values, tiles.block_t, width) if tma else values, inner_scales,
         describe(down.data, tiles.block_m, width) if tma else down.data,
         down.scales, weights.down_bias, order, starts, scales, out, T,
-        X_BLOCK=0 if inner_scales is None else tiles.block_i,
-        BLOCK_T=tiles.block_t, BLOCK_M=tiles.block_m, BLOCK_K=width, TMA=tma,
-        **down.constants, **shape, **how, **pdl_options(x),
+        X_BLOCK=0 if inner_scales is None else tiles.block_i, BLOCK_M=tiles.block_m,
+        BLOCK_K=width, TMA=tma, **down.constants, **common,
     )  # fmt: skip
     return out
+
+
+def _gate_up(
+    x: torch.Tensor,
+    x_block: int | None,
+    weights: ExpertWeights,
+    gate_up: Operand,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    tiles: Tiles,
+    common: dict[str, Any],
+) -> torch.Tensor | Codes:
+    """The inner values of all pairs, in the order of their experts: [T * k, I]."""
+    N, E, I = len(order), weights.num_experts, shape_of(weights.down)[1]
+    inner: torch.Tensor | Codes
+    if x_block is None:
+        tokens, x_scales, inner = x.contiguous(), None, spare_rows(N, I, like=x)
+    else:
+        tokens, x_scales, _ = stored(quantize(x, x_block))
+        inner = empty_codes(N, I, tiles.block_i, x.device)
+    values, inner_scales, _ = stored(inner)
+    tma, width = _has_tma(x.dtype, gate_up, values), tiles.block_k
+    _gate_up_kernel[(cdiv(I, tiles.block_i), _num_tiles(N, E, tiles))](
+        tokens, x_scales, describe(gate_up.data, tiles.block_i, width) if tma else gate_up.data,
+        gate_up.scales, weights.gate_up_bias, order, starts, values, inner_scales,
+        X_BLOCK=x_block or 0, GELU=weights.gelu, LIMIT=weights.limit, BLOCK_I=tiles.block_i,
+        BLOCK_K=width, TMA=tma, **gate_up.constants, **common,
+    )  # fmt: skip
+    return inner
+
+
+def _num_tiles(N: int, E: int, tiles: Tiles) -> int:
+    """The maximum number of tiles of N pairs: the last of each expert may be partial."""
+    return min(N, E) + N // tiles.block_t
+
+
+def _has_tma(dtype: torch.dtype, weight: Operand, inner: torch.Tensor) -> bool:
+    """Whether a product's matrices are copied by hardware."""
+    described = can_describe(weight.data) and can_describe(inner) if weight.bits > 4 else False
+    return dtype in HALF and described
