@@ -183,6 +183,8 @@ def collect_model(name: str) -> dict[str, Any]:
 
     config = ModelConfig.from_pretrained(checkpoint_directory(name, None, weights=False))
     itemsize, held = 4 if config.dtype == "float32" else 2, format_of(config.quantization)
+    if config.experts is not None and config.experts.is_mxfp4:
+        held = "mxfp4"
     sizes, matrices = itemsizes(config, itemsize, "auto", held), model_size(config)
     attending = [layer for layer in config.layers if layer.rope is not None]
     embedding = 0 if config.tie_word_embeddings else matrices.head
