@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 import triton
 from early_reads import before_wait
+from fp8_checkpoints import in_int8
 from stand_in import CARDS, CONTROLS
 from triton import knobs
 
@@ -251,6 +252,11 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
         awq = {"quant_method": "awq", "bits": 4, "group_size": group}
         config = {"quantization_config": awq}
         yield options | {"shape": shape, "config": config, "tensor_parallel_size": size}
+    of_experts = {"Qwen3MoeForCausalLM": awq, "GptOssForCausalLM": {"quant_method": "mxfp4"}}
+    for sparse, found in of_experts.items():
+        config = {"quantization_config": found}
+        yield options | {"shape": "0.6B", "architecture": sparse, "config": config}
+    yield options | {"shape": "0.6B", "config": {"quantization_config": in_int8("channel")}}
     if card in CONVERT_FP8:
         for head_dim in (32, 80, 128, 256):
             yield options | {"shape": "0.6B", "head_dim": head_dim, "kv_cache_dtype": "fp8"}
@@ -278,7 +284,7 @@ def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -
     wanted = written()
     fp8 = {"_quantize_kernel", "_fp8_row_kernel", "_fp8_tiles_kernel"}
     int4 = {"_int4_row_kernel", "_int4_tiles_kernel", "_numbers_kernel"}
-    int8 = {"_bytes_kernel", "_int8_tiles_kernel"}
+    int8 = {"_integers_kernel", "_int8_tiles_kernel"}
     if dtype == "float32":  # whose products are the library's
         wanted -= {"_row_kernel", "_tiles_kernel"} | fp8 | int4 | int8
     elif card not in ROOMY:
