@@ -82,7 +82,7 @@ MAX_OF_4_BITS = {
     16: Tiles(16, 64, 64, 0, warps=4, stages=4, left=True),
     48: Tiles(32, 64, 64, 0, warps=4, stages=4, left=True),
 }
-MANY_OF_4_BITS = Tiles(128, 64, 128, 0, warps=8, stages=3, left=True)
+MANY_OF_4_BITS = Tiles(128, 64, 128, 0, warps=8, stages=2, left=True)
 # For 64 KiB of shared memory: for few pairs, and for many.
 LITTLE_ROOM = (
     Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),
