@@ -175,6 +175,23 @@ def compile_gated_products(dtype: str) -> None:
         hopper_gated(matrix(rows), weight, half, False)
 
 
+def compile_int4_products(dtype: str) -> None:
+    """Compile the products of many rows by weights in INT4: whole, in parts, gated."""
+    from nanovllm.kernels.products.hopper_int4 import Tiles, hopper_int4
+    from nanovllm.tensors.int4 import Int4Codes
+
+    kind, N, K = getattr(torch, dtype), 512, 1024
+    data = torch.empty(N, K // 4, dtype=torch.int16, device=GPU)
+    scales = torch.empty(K // 128, N, 2, dtype=kind, device=GPU)
+    weight = Int4Codes(data, scales, 128)
+    for rows in (70, 1000):
+        x = torch.empty(rows, K, dtype=kind, device=GPU)
+        for tiles in ((64, 1, 1), (128, 1, 4), (128, 2, 1)):
+            hopper_int4(x, weight, None, tiles[2] > 1, tiles=Tiles(*tiles))
+        for block_t in (64, 128):
+            hopper_int4(x, weight, None, gelu=False, tiles=Tiles(block_t, 2, 1))
+
+
 def compile_delta_net(dtype: str, K: int, V: int) -> str:
     """The kernels of Gated DeltaNet, for one sequence and for many."""
     from nanovllm.kernels.recurrent.delta_decode import decode
@@ -266,6 +283,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "attention": compile_attention,
     "long prompts": compile_long_prompts,
     "gated products": compile_gated_products,
+    "INT4 products": compile_int4_products,
     "delta net": compile_delta_net,
     "kernel counts": count_kernels,
     "generate": generate,

@@ -19,7 +19,12 @@ from nanovllm.tensors.fp8 import FP8
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # up to 3.7
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
+KINDS = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.int16: gl.int16,
+    FP8: gl.float8e4nv,
+}
 GROUPS = gl.constexpr(2)
 
 
@@ -54,6 +59,15 @@ def wait_left(ring, n):
     STAGES: gl.constexpr = ring[1].shape[0]
     mbarrier.wait(ring[2].index(n % STAGES), n // STAGES & 1 ^ 1)
     return n % STAGES
+
+
+@gluon.jit
+def activate(x, GELU: gl.constexpr):
+    """See `activation.activate`."""
+    y = x
+    if GELU:
+        y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + gl.exp2(y * -1.4426950408889634))
 
 
 def tiles_of(x: torch.Tensor, rows: int, columns: int) -> Any:

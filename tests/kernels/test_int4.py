@@ -1,25 +1,35 @@
 """Products with weights in 4 bits, against float64 of the numbers that the codes mean."""
 
+from typing import Any
+
 import pytest
 import torch
-from attention_cases import DEVICE
+import torch.nn.functional as F
+from attention_cases import DEVICE, needs_hopper
 
 pytest.importorskip("triton")
 
 from held_codes import HeldCodes, count_rehearsed, record_launches
 
 from checkpoints import rare
+from nanovllm.checkpoint.int4 import Int4
+from nanovllm.compiling.rehearsal import ROWS
+from nanovllm.kernels import device_features
 from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.device_features import has_room
+from nanovllm.kernels.products import hopper_int4 as on_hopper
 from nanovllm.kernels.products import int4_linear, int4_row
 from nanovllm.kernels.products import linear as kernels_linear
+from nanovllm.kernels.products.hopper_int4 import Tiles, hopper_int4
 from nanovllm.kernels.products.int4_linear import (
+    FEW_ROWS,
     can_multiply,
     choose_tiles,
     linear,
     multiply_into,
     numbers_of,
 )
+from nanovllm.layers.weights.int4 import Int4Weight
 from nanovllm.layers.weights.weight import Gate
 from nanovllm.tensors.int4 import OFFSETS, Int4Codes, pack, plane_size, unpack
 
@@ -97,8 +107,10 @@ def check_product(
     ],
 )
 def test_products(
-    T: int, N: int, K: int, group: int, partial: bool, has_bias: bool, dtype: torch.dtype
-) -> None:
+    T: int, N: int, K: int, group: int, partial: bool, has_bias: bool, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(device_features, "own_kernels", False)
     x = randn(T, K + 8, dtype=dtype)[:, :K]
     x[:, 17] *= 1000  # a single group has it
     x[:, -64:] = 0
@@ -115,6 +127,119 @@ def test_products(
         whole = out.new_empty(T, N, dtype=dtype)
         multiply_into(whole, x, weight, bias)
         check_product(whole, x, numbers, bias, dtype)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("T", "N", "K", "group", "tiles"),
+    [
+        (65, 128, 384, 128, (64, 1, 1)),  # planes of 32, and fewer items than multiprocessors
+        (200, 256, 512, 64, (128, 1, 2)),
+        (200, 512, 1024, 128, (128, 2, 4)),  # each part of the sum has one chunk of columns
+        (130, 1280, 4096, 128, (64, 2, 1)),
+        (3000, 2560, 1024, 128, (128, 2, 1)),  # many items of each multiprocessor
+        (1100, 1280, 32768, 1024, None),  # more rows than stay in the cache
+        (128, 6144, 4096, 128, None),
+    ],
+)
+def test_many_rows_on_hopper(
+    T: int,
+    N: int,
+    K: int,
+    group: int,
+    tiles: tuple[int, int, int] | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows beyond the last are NaN, and results nobody wrote, too."""
+    x = randn(T + 200, K, dtype=dtype)
+    x[T:] = torch.nan
+    x, (weight, numbers) = x[:T], weight_of(N, K, group, dtype)
+    bias = randn(N, seed=5, dtype=dtype)
+    assert int4_linear.takes_hopper_kernel(x, weight)
+    assert not int4_linear.takes_hopper_kernel(x[:FEW_ROWS], weight)
+    of_call = Tiles(*tiles) if tiles else None
+    partial = tiles is None or tiles[2] > 1
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: torch.full(size, torch.nan, **how))
+    out = hopper_int4(x, weight, bias, partial, tiles=of_call)
+    check_product(out, x, numbers, bias, dtype)
+    assert out.shape == ((tiles[2], T, N) if tiles and tiles[2] > 1 else out.shape)
+    if N % 256 == 0 and (tiles is None or tiles[1:] == (2, 1)):
+        for gelu, of_all in ((False, None), (True, bias)):
+            gated = hopper_int4(x, weight, of_all, gelu=gelu, tiles=of_call)
+            gates, ups = (x.double() @ numbers.T + (0 if of_all is None else bias)).chunk(2, 1)
+            act = F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)
+            most = x.double().abs() @ numbers.abs().T
+            unit, (of_gates, of_ups) = torch.finfo(dtype).eps / 2, most.chunk(2, 1)
+            bound = 1.2 * unit * (1.13 * of_gates * ups.abs() + of_ups * gates.abs())
+            bound += unit**2 * of_gates * of_ups + unit * (act * ups).abs() + 1e-6
+            assert ((gated.double() - act * ups).abs() <= bound).all()
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_a_weight_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, in a buffer, and gated."""
+    weight, numbers = weight_of(512, 1024, 128, torch.bfloat16)
+    with torch.device(DEVICE):
+        held = Int4Weight(512, 1024, torch.bfloat16, True, Int4(128, "", "", ""))
+    held.data.data, held.scales.data = weight.data, weight.scales
+    x, calls = randn(70, 1024, dtype=torch.bfloat16), []
+
+    def spy(*args: Any, **how: Any) -> torch.Tensor:
+        calls.append(how)
+        return hopper_int4(*args, **how)
+
+    monkeypatch.setattr(on_hopper, "hopper_int4", spy)
+    check_product(held.multiply(x), x, numbers, None, torch.bfloat16)
+    out = x.new_empty(70, 512)
+    assert held.multiply(x, out=out) is out
+    check_product(out, x, numbers, None, torch.bfloat16)
+    check = act_and_mul(held.multiply(x))
+    torch.testing.assert_close(held.multiply(x, gate=Gate()), check, rtol=2e-2, atol=1e-2)
+    assert len(calls) == 4 and calls[-1]["gelu"] is False
+
+
+WEIGHTS_OF = [  # M, I, rows of queries, rows of keys and values
+    (1024, 3072, 2048, 2048),
+    (2560, 9728, 4096, 2048),
+    (4096, 12288, 4096, 2048),
+    (5120, 25600, 8192, 2048),
+    (3584, 18944, 3584, 1024),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("M", "I", "Q", "KV"), WEIGHTS_OF)
+def test_tiles_on_hopper(M: int, I: int, Q: int, KV: int, ranks: int) -> None:
+    """Tiles fit weights, most multiprocessors have some, and a rehearsal uses all of their
+    variants.
+    """
+    weights = [
+        ((Q + KV) // ranks, M, False, False),
+        (M, Q // ranks, True, False),
+        (2 * I // ranks, M, False, True),
+        (M, I // ranks, True, False),
+    ]
+
+    def variants(T: int) -> set[tuple[object, ...]]:
+        found: set[tuple[object, ...]] = set()
+        for N, K, partial, gated in weights:
+            P = plane_size(K, 128)
+            if N % (256 if gated else 128) or P < 32:
+                continue
+            block_t, parts, splits = on_hopper.choose_tiles(T, N, K, P, 132, partial, gated)
+            assert N % (parts * 128) == 0 and K // (4 * P) % splits == 0
+            assert (parts == 2 or not gated) and (partial or splits == 1)
+            items = -(-T // block_t) * (N // (128 * parts)) * splits
+            assert items >= min(48, N // 128), (T, N, K)
+            found.add((block_t, parts, splits > 1, gated, P))
+        return found
+
+    rehearsed = set().union(*(variants(T) for T in ROWS if T > FEW_ROWS))
+    assert all(variants(T) <= rehearsed for T in range(FEW_ROWS + 1, 3000)) and rehearsed
 
 
 BLOCKS, STEPS, BOTH = (256, 4096, 3), (512, 256, 396), (768, 256, 3)

@@ -38,6 +38,7 @@ CONVERT_FP8 = ("8.9", *ROOMY, "12.0")
 MAX_SPILLED = {"bfloat16": 256, "float16": 256, "float32": 3 * 1024}
 MAX_SPILLED_ROOMY = MAX_SPILLED | {"float32": 12 * 1024}
 KNOWS_GLUON = TRITONS[0] <= VERSION <= TRITONS[1]
+OF_GLUON = {"_hopper_prefill_kernel", "_hopper_gated_kernel", "_hopper_int4_kernel"}
 WITH_DEPENDENT_LAUNCH = (*ROOMY, "12.0")
 DEPENDENT_LAUNCH, TILE_COPY = "griddepcontrol", "cp.async.bulk.tensor"  # in PTX
 # What kernels may read while those before them run: weights, what a step is told by the host; and
@@ -126,7 +127,7 @@ def check_waits(cache: Path, wanted: Iterable[str]) -> None:
     """
     names, wrong = set(), []
     for path in cache.glob("*/_[!_]*.json"):
-        if json.loads(path.read_text()).get("launch_pdl"):
+        if json.loads(path.read_text()).get("launch_pdl") and path.stem not in OF_GLUON:
             names.add(path.stem)
             early = before_wait(path.with_suffix(".ttir").read_text())
             allowed = WEIGHTS | METADATA | OF_SOME.get(path.stem, set())
@@ -165,6 +166,25 @@ def test_gated_products_on_hopper(dtype: str, tmp_path: Path) -> None:
     width = 32 if dtype.startswith("float8") else 16
     products = re.findall(r"wgmma.mma_async.*?(m\d+n\d+k\d+)", kernel.text)
     assert products == [f"m64n256k{width}"] * 8 and kernel.spilled == 0
+
+
+@pytest.mark.skipif(not KNOWS_GLUON, reason="this Triton has another Gluon")
+@pytest.mark.parametrize("dtype", ["bfloat16", rare("float16")])
+def test_int4_products_on_hopper(dtype: str, tmp_path: Path) -> None:
+    """One variant of each size for all numbers of rows, whose weights tensor cores take from
+    registers; activations are read after the wait.
+    """
+    run("9.0", [{"kind": "INT4 products", "dtype": dtype}], tmp_path)
+    kernels = compiled(tmp_path)
+    check("9.0", dtype, kernels)
+    assert [kernel.name for kernel in kernels] == ["_hopper_int4_kernel"] * 5
+    for kernel in kernels:
+        products = re.findall(r"wgmma.mma_async.*?m64n(\d+)k16\S* {[^}]*}, {", kernel.text)
+        assert len(products) in (32, 64) and set(products) <= {"64", "128"}, "left from registers"
+        copies = re.split(r"griddepcontrol.wait", kernel.text)
+        assert len(copies) == 2 and kernel.spilled <= 48
+        before, after = (part.count("cp.async.bulk.tensor") for part in copies)
+        assert before == len(products) // 32 and after == 4
 
 
 @pytest.mark.parametrize("card", [rare("8.9"), rare("9.0"), rare("12.0")])
@@ -296,7 +316,7 @@ def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -
     if card not in ("8.0", "8.6") or dtype == "float32":
         wanted.discard("_fp8_half_kernel")
     if card != "9.0" or dtype == "float32" or not KNOWS_GLUON:
-        wanted -= {"_hopper_prefill_kernel", "_hopper_gated_kernel"}
+        wanted -= OF_GLUON
     assert {kernel.name for kernel in kernels} == wanted
     of_tiles = () if dtype == "float32" else ROOMY
     for word, cards in (
@@ -318,8 +338,7 @@ def test_the_oldest_triton_compiles_every_kernel(tmp_path: Path) -> None:
     jobs = list(engines("9.0", "bfloat16"))
     assert run("9.0", jobs, tmp_path, directory) == ["triton"] * len(jobs)
     compiled_by_it = {path.stem for path in tmp_path.glob("*/*_kernel.ptx")}
-    of_later = {"_hopper_prefill_kernel", "_hopper_gated_kernel"}
-    assert compiled_by_it == written() - {"_fp8_half_kernel"} - of_later
+    assert compiled_by_it == written() - {"_fp8_half_kernel"} - OF_GLUON
 
 
 @pytest.mark.slow  # that PyTorch is chosen there is looked at in test_kernels.py

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.rings import (
+    activate,
     async_load,
     async_store,
     leave,
@@ -71,15 +72,6 @@ def _copy(ring, x_desc, weight_desc, row_tiles, gate_tiles, group, I, K, BLOCK: 
 
 
 @gluon.jit
-def _activate(x, GELU: gl.constexpr):
-    """See `activation.activate`."""
-    y = x
-    if GELU:
-        y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + gl.exp2(y * -1.4426950408889634))
-
-
-@gluon.jit
 def _multiply(
     ring, out, out_desc, x_scales_ptr, scales_ptr, T, row_tiles, gate_tiles, group, I, K,
     GROUP: gl.constexpr, BLOCK: gl.constexpr, GELU: gl.constexpr,
@@ -110,7 +102,7 @@ def _multiply(
             gates *= gl.expand_dims(gl.load(scales_ptr + cols), 0) * x_scales
             ups *= gl.expand_dims(gl.load(scales_ptr + I + cols), 0) * x_scales
         tma.store_wait(0)  # for the write of the previous tile
-        out.store((_activate(gates, GELU) * ups).to(out.dtype))
+        out.store((activate(gates, GELU) * ups).to(out.dtype))
         fence_async_shared()
         async_store(out_desc, [row, gate], out)
     tma.store_wait(0)

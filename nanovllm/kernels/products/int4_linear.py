@@ -1,14 +1,15 @@
 """Matrix products with weights in INT4 (`tensors.int4`) and activations in 16 bits.
 
 Products of few rows use tiles whose weights are unpacked on their way from shared memory to tensor
-cores; those of many rows use the library, with weights that are unpacked a part at a time
-(docs/experiments.md); that of a single row is in `int4_row.py`.
+cores. Those of many rows have a kernel on Hopper (`hopper_int4.py`), and use the library elsewhere,
+with weights that are unpacked a part at a time (docs/experiments.md); that of a single row is in
+`int4_row.py`.
 
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from nanovllm.kernels.device_features import (
     TILE_ROWS,
     can_describe,
     describe,
+    has_own_kernels,
     has_ptx,
     has_room,
     launch_dependents,
@@ -132,6 +134,42 @@ def _by_tiles(
     return out
 
 
+def takes_hopper_kernel(x: torch.Tensor, weight: Int4Codes) -> bool:
+    """Whether `hopper_int4` multiplies x: [T, K] by this weight, rather than the kernel of all GPUs
+    or the library.
+    """
+    whole = len(weight) % 128 == 0 and weight.plane in (32, 64)
+    many = len(x) > FEW_ROWS and x.dtype in HALF and weight.scales.dtype == x.dtype
+    return many and whole and has_own_kernels(x) and can_describe(x)
+
+
+def _by_hopper(x: torch.Tensor, weight: Int4Codes, *args: Any, **options: Any) -> torch.Tensor:
+    from nanovllm.kernels.products.hopper_int4 import hopper_int4
+
+    return hopper_int4(x, weight, *args, **options)
+
+
+def gated(
+    x: torch.Tensor,
+    weight: Int4Codes,
+    bias: torch.Tensor | None,
+    gelu: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """`act(gate) * up` of the product of many rows, by one kernel; None: there is none.
+
+    Args:
+        x: [T, K]
+        weight: [2 I, K], the gates first.
+        bias: [2 I]; None: 0.
+        gelu: whether to activate by GELU (tanh), not SiLU.
+        out: [T, I], output buffer; None: a new one.
+    """
+    if not takes_hopper_kernel(x, weight) or len(weight) % 256:
+        return None
+    return _by_hopper(x, weight, bias, gelu=gelu, out=out)
+
+
 def linear(
     x: torch.Tensor,
     weight: Int4Codes,
@@ -154,6 +192,8 @@ def linear(
     T, (N, K) = len(x), weight.shape
     if T == 1:
         return one_row(x, weight, bias, partial=partial)
+    if takes_hopper_kernel(x, weight):
+        return _by_hopper(x, weight, bias, partial)
     tiles = choose_tiles(T, N, K, weight.plane, partial, has_room(x))
     if tiles is not None:
         return _by_tiles(x, weight, bias, tiles)
@@ -165,5 +205,10 @@ def linear(
 def multiply_into(
     out: torch.Tensor, x: torch.Tensor, weight: Int4Codes, bias: torch.Tensor | None
 ) -> None:
-    """`linear` of many rows into `out`: [T, N], by the library, a part of the weight at a time."""
+    """`linear` of many rows into `out`: [T, N]; without a kernel by the library, a part of the
+    weight at a time.
+    """
+    if takes_hopper_kernel(x, weight) and out.is_contiguous():
+        _by_hopper(x, weight, bias, out=out)
+        return
     multiply_parts(out, x, bias, functools.partial(numbers_of, weight, out.dtype), ROWS)
