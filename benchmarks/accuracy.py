@@ -10,9 +10,9 @@ Prints a table; the last line is JSON.
 
 Texts are computed as prompts are. Of these an FP8 cache has the same numbers as in decoding, but
 the kernels of decoding are not run. INT4 here is each number rounded to the nearest code, in groups
-of 128 (of fewer where layers are narrower); published checkpoints are made with more care. Of a
-checkpoint that is quantised, float32 has the numbers that its codes mean, and settings that
-quantise weights are left out.
+of 128 (of fewer where layers are narrower); published checkpoints are made with more care. So is
+MXFP4, in which gpt-oss has its experts. Of a checkpoint that is quantised, float32 has the numbers
+that its codes mean, and settings that quantise weights are left out.
 """
 
 import argparse
@@ -40,8 +40,9 @@ from nanovllm.checkpoint.int4 import GROUPS
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli import bench
 from nanovllm.models.loader import find_weights
+from nanovllm.tensors import mxfp4
 
-REFERENCE, INT4 = "float32", "bfloat16, INT4 weights"
+REFERENCE, INT4, MXFP4 = "float32", "bfloat16, INT4 weights", "bfloat16, MXFP4 experts"
 SETTINGS: dict[str, dict[str, Any]] = {
     REFERENCE: {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -51,8 +52,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16, FP8 weights": {"dtype": "bfloat16", "quantization": "fp8"},
     "bfloat16, FP8 both": {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "quantization": "fp8"},
     INT4: {"dtype": "bfloat16"},
+    MXFP4: {"dtype": "bfloat16"},
 }
-QUANTISING = [INT4, *(name for name, options in SETTINGS.items() if "quantization" in options)]
+QUANTISING = [
+    INT4,
+    MXFP4,
+    *(name for name, options in SETTINGS.items() if "quantization" in options),
+]
 
 
 class Measured(NamedTuple):
@@ -108,10 +114,7 @@ def compare(found: Measured, exact: Measured) -> dict[str, float]:
 
 def round_to_int4(model: Path, out: Path) -> None:
     """Write a copy of a checkpoint whose projections are in 4 bits, as compressed-tensors does."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, file in find_weights(model).items():
-        with safe_open(file, framework="pt") as opened:
-            tensors[name] = opened.get_tensor(name)
+    tensors = read_tensors(model)
     matrices = [name for name in tensors if name.endswith("_proj.weight")]
     fitting = [size for size in GROUPS if all(tensors[m].shape[1] % size == 0 for m in matrices)]
     if not (matrices and fitting):
@@ -127,29 +130,77 @@ def round_to_int4(model: Path, out: Path) -> None:
         tensors[f"{module}.weight_packed"] = in_words(codes)
         tensors[f"{module}.weight_zero_point"] = in_words(zeros.T).T.contiguous()
         tensors[f"{module}.weight_scale"] = scales
-    shutil.copytree(model, out, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file(tensors, out / "model.safetensors")
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {
+    quantization = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": weights | {"symmetric": False}}
         },
     }
+    write_copy(model, out, tensors, quantization)
+
+
+def round_to_mxfp4(model: Path, out: Path) -> None:
+    """Write a copy of a checkpoint of gpt-oss whose experts are in 4 bits, as published ones are:
+    a matrix has outputs before inputs, and two codes in a byte.
+    """
+    tensors = read_tensors(model)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        x = tensors.pop(name).mT  # [E, rows, columns]
+        codes, exponents = mxfp4.quantize(x.flatten(0, 1))
+        pairs = codes.view(*x.shape[:2], -1, mxfp4.BLOCK // 2, 2)
+        tensors[f"{name}_blocks"] = pairs[..., 0] | pairs[..., 1] << 4
+        tensors[f"{name}_scales"] = exponents.view(*x.shape[:2], -1)
+    write_copy(model, out, tensors, {"quant_method": "mxfp4"})
+
+
+def read_tensors(model: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, file in find_weights(model).items():
+        with safe_open(file, framework="pt") as opened:
+            tensors[name] = opened.get_tensor(name)
+    return tensors
+
+
+def write_copy(
+    model: Path, out: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]
+) -> None:
+    """Write a copy of a checkpoint with other tensors and their `quantization_config`."""
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, out / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = quantization
     (out / "config.json").write_text(json.dumps(config))
+
+
+ROUND = {INT4: round_to_int4, MXFP4: round_to_mxfp4}
 
 
 @contextmanager
 def directory(setting: str, model: str) -> Iterator[str]:
     """Directory of the checkpoint for a setting."""
-    if setting != INT4:
+    if setting not in ROUND:
         yield model
         return
     with tempfile.TemporaryDirectory() as scratch:
-        round_to_int4(Path(model), Path(scratch, "int4"))
-        yield str(Path(scratch, "int4"))
+        ROUND[setting](Path(model), Path(scratch, "rounded"))
+        yield str(Path(scratch, "rounded"))
+
+
+def fits(setting: str, config: ModelConfig) -> bool:
+    """Whether a model can have a setting: quantised weights stay as they are, gpt-oss has MXFP4
+    alone, and INT4 is of matrices that checkpoints do not stack.
+    """
+    if setting not in QUANTISING:
+        return True
+    if config.quantization is not None:
+        return False
+    if config.architecture == "GptOssForCausalLM":
+        return setting == MXFP4
+    is_stacked = config.experts is not None and config.experts.packed
+    return setting != MXFP4 and not (setting == INT4 and is_stacked)
 
 
 def in_words(codes: torch.Tensor) -> torch.Tensor:
@@ -175,15 +226,16 @@ def main() -> None:
     exact: Measured | None = None
     try:
         model = checkpoint_directory(args.model, None)
-        is_quantised = ModelConfig.from_pretrained(model).quantization is not None
+        config = ModelConfig.from_pretrained(model)
     except ValueError as error:
         parser.error(str(error))
-    fitting = [name for name in SETTINGS if not (is_quantised and name in QUANTISING)]
+    fitting = [name for name in SETTINGS if fits(name, config)]
     asked = args.settings or fitting
     if wrong := [name for name in asked if name not in fitting]:
-        parser.error(f"--settings: {wrong[0]!r}: the weights are quantised: leave it out")
+        why = "are quantised" if config.quantization else "have another layout"
+        parser.error(f"--settings: {wrong[0]!r}: the weights {why}: leave it out")
     wanted = [name for name in fitting if name in {REFERENCE, *asked}]
-    print(f"{'setting':22s} mean error  99 %     largest  perplexity  likeliest token equal")
+    print(f"{'setting':23s} mean error  99 %     largest  perplexity  likeliest token equal")
     for name in wanted:
         with (
             directory(name, model) as checkpoint,
@@ -197,7 +249,7 @@ def main() -> None:
         exact = exact or found
         row = results[name] = compare(found, exact)
         print(
-            f"{name:22s} {row['mean_error']:<11.2g} {row['p99_error']:<8.2g} "
+            f"{name:23s} {row['mean_error']:<11.2g} {row['p99_error']:<8.2g} "
             f"{row['max_error']:<8.2g} {row['perplexity']:<11.4f} {row['greedy_agreement']:.2%}",
             flush=True,
         )

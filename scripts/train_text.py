@@ -1,12 +1,14 @@
-"""Train a Qwen3 of some 100 million parameters on the text of this machine.
+"""Train a model of some 100 million parameters, or a mixture, on the text of this machine.
 
 The embedded checkpoint is certain of what it has learnt and knows nothing else, so it says little
 of what rounding costs a model of language. There is no text to download: this one learns the Python
 sources and the documentation of the standard library and of the installed packages. Files are taken
 in the order of their SHA-256, each once; the first of them are held out, and written beside the
-checkpoint for `benchmarks/accuracy.py`. Its shape is Qwen3's, with heads of 128.
+checkpoint for `benchmarks/accuracy.py`. Its shape is Qwen3's, with heads of 128; a mixture
+(`--model-type`) has experts half as wide as that MLP, of which a token has two.
 
     python scripts/train_text.py --out DIR --compile --max-minutes 5      # one CUDA GPU
+    python scripts/train_text.py --out DIR --model-type gpt_oss --max-minutes 5
     python benchmarks/accuracy.py --model DIR --text DIR/held-out.txt
 """
 
@@ -31,6 +33,7 @@ LENGTH = 1024  # tokens of an example, and the longest context
 HEAD_DIM = 128
 TOKENIZER_BYTES = 2**26  # of text from which the tokenizer is made
 PART = 1000  # files encoded at once
+EXPERTS = 8  # of a mixture
 
 
 def machine_roots() -> list[Path]:
@@ -103,14 +106,21 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
 def shape_of(args: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     """config.json of the model: heads of 128, two per KV head; an MLP three times as wide."""
     heads, end = args.hidden_size // HEAD_DIM, tokenizer.token_to_id(END_OF_TEXT)
-    return {
+    inner = 3 * args.hidden_size
+    of_mixture = {
+        "qwen3": {"intermediate_size": inner},
+        "qwen3_moe": {"moe_intermediate_size": inner // 2, "num_experts": EXPERTS},
+        "gpt_oss": {"intermediate_size": inner // 2, "num_local_experts": EXPERTS},
+    }[args.model_type]
+    if args.model_type != "qwen3":
+        of_mixture["num_experts_per_tok"] = 2
+    return of_mixture | {
         "vocab_size": -(-tokenizer.get_vocab_size() // 128) * 128,
         "hidden_size": args.hidden_size,
         "num_hidden_layers": args.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(1, heads // 2),
         "head_dim": HEAD_DIM,
-        "intermediate_size": 3 * args.hidden_size,
         "max_position_embeddings": LENGTH,
         "initializer_range": 0.02,
         "eos_token_id": end,
@@ -131,6 +141,8 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=16_384, help="tokens (16384)")
     parser.add_argument("--hidden-size", type=int, default=1024, help="multiple of 128 (1024)")
     parser.add_argument("--layers", type=int, default=8, help="(8)")
+    types = ("qwen3", "qwen3_moe", "gpt_oss")
+    parser.add_argument("--model-type", choices=types, default="qwen3", help="(qwen3)")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     began = time.monotonic()
@@ -138,7 +150,7 @@ def main() -> None:
     tokenizer = make_tokenizer(texts, args.vocab_size)
     ids = encode(tokenizer, texts).to(args.device)  # [n]
     tests = encode(tokenizer, held_out)[:-1].unfold(0, LENGTH, LENGTH).long()  # [pieces, LENGTH]
-    model = make_model(args.seed, shape_of(args, tokenizer)).to(args.device)
+    model = make_model(args.seed, shape_of(args, tokenizer), args.model_type).to(args.device)
     print(
         f"{len(texts):,} files of {sum(map(len, texts)):,} characters, {len(ids):,} tokens, after "
         f"{time.monotonic() - began:.0f} s; {model.num_parameters():,} parameters",

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
-    from transformers import Qwen3ForCausalLM
+    from transformers import PreTrainedModel
 
 LOWEST, HIGHEST = 100, 999  # operands of the additions
 COUNT_STARTS = range(401)
@@ -175,21 +175,21 @@ def evaluation_pools(count: int, known: set[str], device: str) -> Tests:
     }
 
 
-def make_model(seed: int, shape: dict[str, Any]) -> Qwen3ForCausalLM:
+def make_model(seed: int, shape: dict[str, Any], model_type: str = "qwen3") -> PreTrainedModel:
+    """A model of random weights; `shape`: the values of its config.json."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    same: dict[str, Any] = {
-        "tie_word_embeddings": True,
-        "sliding_window": None,
-        "bos_token_id": None,
-    }
-    # rope_theta stays at its default, 10000
-    return Qwen3ForCausalLM(Qwen3Config(rms_norm_eps=1e-6, **same, **shape))
+    same: dict[str, Any] = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "bos_token_id": None}
+    if model_type == "gpt_oss":  # whose positions are scaled, unless its configuration says more
+        same["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
+    else:
+        same["sliding_window"] = None
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **same, **shape))
 
 
-def make_tiny(seed: int) -> Qwen3ForCausalLM:
+def make_tiny(seed: int) -> PreTrainedModel:
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 128,
@@ -209,7 +209,7 @@ def make_tiny(seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def evaluate(model: Qwen3ForCausalLM, tests: Tests) -> dict[str, float]:
+def evaluate(model: PreTrainedModel, tests: Tests) -> dict[str, float]:
     """Share of answers that greedy decoding gives exactly; one teacher-forced pass tells."""
     import torch
 
@@ -227,7 +227,7 @@ def evaluate(model: Qwen3ForCausalLM, tests: Tests) -> dict[str, float]:
 
 
 def train(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     draw: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]],
     judge: Callable[[], dict[str, float]],
     args: Namespace,
@@ -300,9 +300,7 @@ CHAT = {
 }
 
 
-def save(
-    model: Qwen3ForCausalLM, tokenizer: Tokenizer, settings: dict[str, Any], out: Path
-) -> None:
+def save(model: PreTrainedModel, tokenizer: Tokenizer, settings: dict[str, Any], out: Path) -> None:
     """Write the checkpoint in bfloat16; where transformers 4 and 5 differ, for both of them.
 
     Args:

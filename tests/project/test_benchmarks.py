@@ -11,6 +11,7 @@ import random
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,8 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mxfp4_checkpoints
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from benchmarks import (
     accuracy,
@@ -35,7 +39,7 @@ from benchmarks import (
 from checkpoints import SMALL as SMALL_ENGINE
 from checkpoints import make_checkpoint, reference_model
 from faults import wait_until
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.benchmark import choices, harness, limits
 from nanovllm.benchmark.limits import Itemsizes
 from nanovllm.checkpoint.fp8 import Fp8
@@ -898,6 +902,37 @@ def test_a_quantised_checkpoint_is_measured_as_it_is(
     run(accuracy.main, monkeypatch, *args, "--save", str(tmp_path / "saved"))
     [result] = saved(tmp_path / "saved")
     assert result["results"].keys() == kept
+
+
+def test_accuracy_of_experts_in_4_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers that MXFP4 has exactly stay as they are; others err. No other rounding fits."""
+    packed, plain = mxfp4_checkpoints.checkpoints(tmp_path)
+    accuracy.round_to_mxfp4(plain, tmp_path / "again")
+    of_both = [accuracy.read_tensors(directory) for directory in (packed, tmp_path / "again")]
+    assert of_both[0].keys() == of_both[1].keys()
+    for name in of_both[0]:
+        if name.endswith("_blocks"):
+            values = [
+                convert_moe_packed_tensors(each[name], each[name.replace("_blocks", "_scales")])
+                for each in of_both
+            ]
+            assert values[0].equal(values[1])
+    tensors = accuracy.read_tensors(plain)
+    torch.manual_seed(0)
+    noise = {name: x + torch.randn(x.shape) / 50 for name, x in tensors.items() if "_proj" in name}
+    save_file(tensors | noise, plain / "model.safetensors")
+    for directory in (packed, plain):
+        shutil.copy(Path(TINY, "tokenizer.json"), directory)
+        shutil.copy(Path(TINY, "tokenizer_config.json"), directory)
+    (tmp_path / "text").write_text("127+345=472 count from 17: 18 19 20")
+    args = ["--text", str(tmp_path / "text"), "--device", "cpu", "--save", str(tmp_path / "saved")]
+    run(accuracy.main, monkeypatch, "--model", str(plain), *args)
+    [result] = saved(tmp_path / "saved")
+    rows = result["results"]
+    assert accuracy.INT4 not in rows and "bfloat16, FP8 weights" not in rows
+    assert rows[accuracy.MXFP4]["mean_error"] > rows["bfloat16"]["mean_error"] > 0
 
 
 def test_accuracy_against_transformers(

@@ -164,10 +164,10 @@ def _words_of(
     same of the second part, if there is one.
     """
     lower, upper = words + 4 * chunk * P // GROUP * N, words + (4 * chunk + 2) * P // GROUP * N
-    first = gl.load(lower), gl.load(upper)
     if PARTS == 2:
-        first += gl.load(lower + step), gl.load(upper + step)
-    return first
+        return gl.load(lower), gl.load(upper), gl.load(lower + step), gl.load(upper + step)
+    else:
+        return gl.load(lower), gl.load(upper)
 
 
 @gluon.jit
