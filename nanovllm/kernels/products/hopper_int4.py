@@ -171,6 +171,32 @@ def _words_of(
 
 
 @gluon.jit
+def _write(
+    acc, acc2, bias_ptr, out_ptr, row, output, split, T, N, step,
+    PARTS: gl.constexpr, BLOCK_T: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """Write the sums of a group's outputs, and of those `step` further on."""
+    SUMS: gl.constexpr = acc.type.layout
+    outputs = output + gl.arange(0, _HALF, gl.SliceLayout(1, SUMS))
+    rows = row + gl.arange(0, BLOCK_T, gl.SliceLayout(0, SUMS))
+    if bias_ptr is not None:  # a summand of the first part
+        used = gl.full([_HALF], 1, gl.int1, outputs.type.layout) & (split == 0)
+        acc += gl.expand_dims(gl.load(bias_ptr + outputs, used, 0.0).to(gl.float32), 1)
+        if PARTS == 2:
+            bias = gl.load(bias_ptr + step + outputs, used, 0.0).to(gl.float32)
+            acc2 += gl.expand_dims(bias, 1)
+    if GATED:
+        acc = activate(acc, GELU) * acc2
+    width = step if GATED else N
+    ptrs = out_ptr + gl.expand_dims((split * T + rows).to(gl.int64) * width, 0)
+    ptrs += gl.expand_dims(outputs, 1)
+    there = gl.expand_dims(rows < T, 0)
+    gl.store(ptrs, acc.to(out_ptr.dtype.element_ty), there)
+    if PARTS == 2 and not GATED:
+        gl.store(ptrs + step, acc2.to(out_ptr.dtype.element_ty), there)
+
+
+@gluon.jit
 def _multiply(
     rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles, group, step, span,
     WARPS: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
@@ -214,25 +240,10 @@ def _multiply(
             leave(weights, n)
             word = following
             n += 1
-        outputs = WARPS * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, SUMS)) + output
-        rows = row + gl.arange(0, BLOCK_T, gl.SliceLayout(0, SUMS))
-        if bias_ptr is not None:  # a summand of the first part
-            there = gl.full([_HALF], 1, gl.int1, outputs.type.layout) & (split == 0)
-            bias = gl.load(bias_ptr + outputs, there, 0.0).to(gl.float32)
-            acc += gl.expand_dims(bias, 1)
-            if PARTS == 2:
-                bias = gl.load(bias_ptr + step + outputs, there, 0.0).to(gl.float32)
-                acc2 += gl.expand_dims(bias, 1)
-        width = step if GATED else N
-        there = gl.expand_dims(rows < T, 0)
-        place = gl.expand_dims(outputs, 1) + gl.expand_dims(
-            (split * T + rows).to(gl.int64) * width, 0
-        )
-        if GATED:
-            acc = activate(acc, GELU) * acc2
-        gl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), there)
-        if PARTS == 2 and not GATED:
-            gl.store(out_ptr + step + place, acc2.to(out_ptr.dtype.element_ty), there)
+        _write(
+            acc, acc2, bias_ptr, out_ptr, row, output + WARPS * _HALF, split, T, N, step, PARTS,
+            BLOCK_T, GATED, GELU,
+        )  # fmt: skip
 
 
 @gluon.jit(
