@@ -2,7 +2,7 @@
 
 A code is E2M1: a sign, two bits of exponent, one of mantissa. BLOCK columns of a row share a power
 of two, E8M0: an exponent alone (OCP Microscaling Formats, 1.0). Codes are packed by planes, as in
-`tensors.int4`, of which two make a block.
+`tensors.int4`, each of which is a block.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from nanovllm.tensors.int4 import PLANES, pack, unpack
 
 BLOCK = 32  # columns that share an exponent
-PLANE = BLOCK // 2  # columns of a plane
-CHUNK = PLANES * PLANE  # columns that an int16 is about
+CHUNK = PLANES * BLOCK  # columns that an int16 is about, and an int32 of exponents
 BIAS = 127  # of an exponent
 MAX_EXPONENT = 128  # of weights that kernels multiply in bfloat16: 2
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
@@ -45,8 +44,8 @@ class Mxfp4Codes:
     """N x K values: each is a code times its block's power of two.
 
     Attributes:
-        data: [C, N, PLANE] int16, packed codes of C chunks of columns; 0 beyond the last column.
-        exponents: [2 C, N] uint8, of the blocks.
+        data: [C, N, BLOCK] int16, packed codes of C chunks of columns; 0 beyond the last column.
+        exponents: [C, N, PLANES] uint8, of the blocks.
         num_cols: K, a multiple of BLOCK.
     """
 
@@ -64,8 +63,9 @@ class Mxfp4Codes:
 
     def numbers(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dequantised values [N, K]."""
-        codes = unpack(self.data.transpose(0, 1).flatten(1), PLANE)
-        powers = torch.ldexp(torch.ones(()), self.exponents.T.int() - BIAS)
+        codes = unpack(self.data.transpose(0, 1).flatten(1), BLOCK)
+        exponents = self.exponents.transpose(0, 1).flatten(1).int()
+        powers = torch.ldexp(torch.ones(()), exponents - BIAS)
         values = values_of(codes).unflatten(1, (-1, BLOCK)) * powers[..., None]
         return values.flatten(1)[:, : self.num_cols].to(dtype)
 
@@ -73,4 +73,10 @@ class Mxfp4Codes:
 def packed(codes: torch.Tensor) -> torch.Tensor:
     """Codes [N, K] uint8 as `Mxfp4Codes.data`."""
     codes = F.pad(codes, (0, -codes.shape[1] % CHUNK))
-    return pack(codes, PLANE).unflatten(1, (-1, PLANE)).transpose(0, 1).contiguous()
+    return pack(codes, BLOCK).unflatten(1, (-1, BLOCK)).transpose(0, 1).contiguous()
+
+
+def packed_exponents(exponents: torch.Tensor) -> torch.Tensor:
+    """Exponents [N, K / BLOCK] uint8 as `Mxfp4Codes.exponents`."""
+    exponents = F.pad(exponents, (0, -exponents.shape[1] % PLANES))
+    return exponents.unflatten(1, (-1, PLANES)).transpose(0, 1).contiguous()

@@ -27,7 +27,7 @@ from nanovllm.kernels.products.experts import (
 from nanovllm.kernels.products.routing import SORTED, route
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.int4 import OFFSETS, Int4Codes, pack, plane_size
-from nanovllm.tensors.mxfp4 import CHUNK, Mxfp4Codes, packed, quantize
+from nanovllm.tensors.mxfp4 import Mxfp4Codes, packed, packed_exponents, quantize
 
 SEED = 3
 SMALL_TILES = Tiles(16, 16, 16, 16, 4, 2, left=True)  # several in each direction
@@ -181,9 +181,7 @@ def in_4_bits(numbers: torch.Tensor, group: int) -> Int4Codes | Mxfp4Codes:
     N, K = numbers.shape
     if not group:
         codes, exponents = quantize(numbers)
-        both = torch.zeros(2 * -(-K // CHUNK), N, dtype=torch.uint8)
-        both[: K // 32] = exponents.T
-        return Mxfp4Codes(packed(codes).to(DEVICE), both.to(DEVICE), K)
+        return Mxfp4Codes(packed(codes).to(DEVICE), packed_exponents(exponents).to(DEVICE), K)
     groups = numbers.view(N, -1, group)
     scale, zero = groups.abs().amax(2) / 6, (6 + torch.arange(N * K // group) % 4).view(N, -1)
     codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, 15).to(torch.uint8)

@@ -38,7 +38,7 @@ from nanovllm.kernels.products.row import one_row, stored
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.tensors.mxfp4 import BLOCK as MXFP4_BLOCK
-from nanovllm.tensors.mxfp4 import PLANE, Mxfp4Codes
+from nanovllm.tensors.mxfp4 import CHUNK, Mxfp4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 
@@ -155,8 +155,8 @@ def _add_tile(
 def _add_chunks(
     gate, up, x_ptr, rows, used, weight, scales_ptr, row, end, UP: tl.constexpr,
     COLS: tl.constexpr, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-    P: tl.constexpr, ROW_STEP: tl.constexpr, CHUNK_STEP: tl.constexpr, LEFT: tl.constexpr,
-    ASM: tl.constexpr,
+    P: tl.constexpr, ROW_STEP: tl.constexpr, CHUNK_STEP: tl.constexpr, E2M1: tl.constexpr,
+    LEFT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """gate + x @ weight.T of packed rows from `row` on, and the same of `up`, whose rows are UP
     further on; with UP 0, only the first.
@@ -170,13 +170,13 @@ def _add_chunks(
             x1 = _load_rows(x_ptr, rows, used, k, COLS, P)
             x2 = _load_rows(x_ptr, rows, used, k + P, COLS, P)
             gate = _add_planes(
-                gate, gates, scales_ptr, row, end, k, x1, x2, NUM_ROWS, ROWS, GROUP, half == 1,
-                LEFT, ASM,
+                gate, gates, scales_ptr, row, end, k, x1, x2, NUM_ROWS, ROWS, GROUP, E2M1,
+                half == 1, LEFT, ASM,
             )  # fmt: skip
             if UP > 0:
                 up = _add_planes(
                     up, ups, scales_ptr, row + UP, end + UP, k, x1, x2, NUM_ROWS, ROWS, GROUP,
-                    half == 1, LEFT, ASM,
+                    E2M1, half == 1, LEFT, ASM,
                 )  # fmt: skip
     return gate, up
 
@@ -222,18 +222,19 @@ def _load_packed(
 @triton.jit
 def _add_planes(
     acc, packed, scales_ptr, row, end, k, x1, x2, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr,
-    GROUP: tl.constexpr, UPPER: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr,
+    GROUP: tl.constexpr, E2M1: tl.constexpr, UPPER: tl.constexpr, LEFT: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """acc + the products of two planes of packed weights, which are from column k on, with their
     columns of x.
     """
     rows = row + tl.arange(0, ROWS)
     ptrs = scales_ptr + k // GROUP * NUM_ROWS + rows
-    scales = tl.load(ptrs, mask=rows < end, other=0)
-    if scales.dtype == tl.uint8:
-        first, second = mxfp4.unpack_pair(packed, scales, UPPER, ASM)
+    words = tl.load(ptrs, mask=rows < end, other=0)
+    if E2M1:
+        first, second = mxfp4.unpack_pair(packed, words, UPPER, ASM)
     else:
-        first, second = int4.unpack_pair(packed, scales, UPPER, x1.dtype, ASM)
+        first, second = int4.unpack_pair(packed, words, UPPER, x1.dtype, ASM)
     acc = _add_product(acc, first.to(x1.dtype), x1, LEFT)
     return _add_product(acc, second.to(x2.dtype), x2, LEFT)
 
@@ -253,8 +254,8 @@ def _gate_up_kernel(
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, X_BLOCK: tl.constexpr, GELU: tl.constexpr,
     LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
-    PLANE: tl.constexpr, ROW_STEP: tl.constexpr, CHUNK_STEP: tl.constexpr, LEFT: tl.constexpr,
-    TMA: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    PLANE: tl.constexpr, ROW_STEP: tl.constexpr, CHUNK_STEP: tl.constexpr, E2M1: tl.constexpr,
+    LEFT: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_I inner columns of BLOCK_T pairs of one expert. Results in 8 bits share a
     # scale. Weights in 4 bits have a PLANE.
@@ -274,7 +275,7 @@ def _gate_up_kernel(
     if PLANE > 0:
         gate, up = _add_chunks(
             gate, up, x_ptr, token, used, weight, codes_scales_ptr, row, end_row, I, M, E * 2 * I,
-            BLOCK_I, SCALE_COLS, PLANE, ROW_STEP, CHUNK_STEP, LEFT, ASM,
+            BLOCK_I, SCALE_COLS, PLANE, ROW_STEP, CHUNK_STEP, E2M1, LEFT, ASM,
         )  # fmt: skip
     else:
         for k in range(0, M, BLOCK_K):
@@ -316,8 +317,8 @@ def _down_kernel(
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, X_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PLANE: tl.constexpr,
-    ROW_STEP: tl.constexpr, CHUNK_STEP: tl.constexpr, LEFT: tl.constexpr, TMA: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    ROW_STEP: tl.constexpr, CHUNK_STEP: tl.constexpr, E2M1: tl.constexpr, LEFT: tl.constexpr,
+    TMA: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M columns of the weighted results of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
@@ -332,7 +333,7 @@ def _down_kernel(
     if PLANE > 0:
         acc, _ = _add_chunks(
             acc, acc, x, t.to(tl.int64), used, weight, codes_scales_ptr, row, end_row, 0, I, E * M,
-            BLOCK_M, SCALE_COLS, PLANE, ROW_STEP, CHUNK_STEP, LEFT, ASM,
+            BLOCK_M, SCALE_COLS, PLANE, ROW_STEP, CHUNK_STEP, E2M1, LEFT, ASM,
         )  # fmt: skip
     else:
         for k in range(0, I, BLOCK_K):
@@ -412,15 +413,18 @@ class Operand(NamedTuple):
 def operand(weight: AnyWeight) -> Operand:
     """A weight in any format as the kernels take it."""
     if isinstance(weight, Mxfp4Codes):
-        sizes = {"PLANE": PLANE, "ROW_STEP": PLANE, "CHUNK_STEP": PLANE * len(weight)}
+        sizes = {"PLANE": MXFP4_BLOCK, "ROW_STEP": MXFP4_BLOCK}
+        sizes |= {"CHUNK_STEP": MXFP4_BLOCK * len(weight), "E2M1": True}
         assert weight.data.numel() < 2**31, "the kernels count in 32 bits"
-        return Operand(weight.data, weight.exponents, 4, _scale_block(1, MXFP4_BLOCK) | sizes)
+        words = weight.exponents.view(torch.int32)
+        return Operand(weight.data, words, 4, _scale_block(1, CHUNK) | sizes)
     if isinstance(weight, Int4Codes):
         plane, words = weight.plane, weight.scales.view(torch.int32)
         sizes = {"PLANE": plane, "ROW_STEP": weight.data.shape[1], "CHUNK_STEP": plane}
+        sizes |= {"E2M1": False}
         return Operand(weight.data, words, 4, _scale_block(1, weight.group) | sizes)
     data, scales, block = stored(weight)
-    none = {"PLANE": 0, "ROW_STEP": 0, "CHUNK_STEP": 0}
+    none = {"PLANE": 0, "ROW_STEP": 0, "CHUNK_STEP": 0, "E2M1": False}
     return Operand(data, scales, 8 * data.element_size(), _scale_block(*block) | none)
 
 

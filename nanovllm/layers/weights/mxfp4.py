@@ -13,14 +13,15 @@ from torch import nn
 
 from nanovllm.layers.weights.quantized import QuantizedWeight
 from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.tensors.int4 import PLANES
 from nanovllm.tensors.mxfp4 import (
     BIAS,
     BLOCK,
     CHUNK,
     MAX_EXPONENT,
-    PLANE,
     Mxfp4Codes,
     packed,
+    packed_exponents,
     quantize,
     values_of,
 )
@@ -125,8 +126,8 @@ class ExponentsShard(ScalesShard):
 
 def _put_exponents(target: torch.Tensor, i: int, exponents: torch.Tensor) -> None:
     """Fill an expert's rows of `Mxfp4Weight.exponents` with [rows, blocks]."""
-    rows, blocks = exponents.shape
-    target[:blocks, i * rows : (i + 1) * rows] = exponents.T
+    rows = len(exponents)
+    target[:, i * rows : (i + 1) * rows] = packed_exponents(exponents)
 
 
 class Mxfp4Weight(QuantizedWeight):
@@ -147,9 +148,9 @@ class Mxfp4Weight(QuantizedWeight):
     def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> None:
         super().__init__(dtype, fused=True)
         self.num_cols, chunks = num_cols, -(-num_cols // CHUNK)
-        data = torch.zeros(chunks, num_rows, PLANE, dtype=torch.int16)
+        data = torch.zeros(chunks, num_rows, BLOCK, dtype=torch.int16)
         self.data = nn.Parameter(data, False)
-        exponents = torch.zeros(2 * chunks, num_rows, dtype=torch.uint8)
+        exponents = torch.zeros(chunks, num_rows, PLANES, dtype=torch.uint8)
         self.exponents = nn.Parameter(exponents, False)
 
     @property
