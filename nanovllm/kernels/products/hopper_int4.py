@@ -1,43 +1,34 @@
-"""Products with weights in INT4 on Hopper, for so many rows that tensor cores are the limit.
+"""Products with weights in INT4 on Hopper, for so many rows that tensor cores are the limit
+(`hopper_packed.py`).
 
-A warp copies packed weights and activations into two rings of shared memory (TMA). Two groups of
-four warps have the weights as the left operand, in registers: one group unpacks while the product
-of the other runs. A program computes one tile after another (`Tiles`), and each group 64 outputs of
-it, or twice 64: of gate and up projections 64 gates and the 64 values that these multiply, so that
-a thread has a gate and its value in its registers.
+Programs are persistent, one per multiprocessor, and the copying warp is ahead of the groups.
 
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from nanovllm.kernels.device_features import pdl_options
-from nanovllm.kernels.products.int4 import BF16_LOWER, BF16_UPPER, FP16_LOWER, FP16_UPPER
-from nanovllm.kernels.products.linear import MAX_ROWS, SPLITS, empty_parts
-from nanovllm.kernels.rings import (
-    activate,
-    async_load,
-    leave,
-    make_ring,
-    tiles_of,
-    wait_full,
-    wait_left,
+from nanovllm.kernels.products.hopper_packed import (
+    OUTPUTS,
+    add_chunks,
+    copy_chunks,
+    instruct,
+    make_rings,
+    packed,
+    ring_sizes,
 )
+from nanovllm.kernels.products.linear import MAX_ROWS, SPLITS, empty_parts
+from nanovllm.kernels.rings import activate, tiles_of
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import num_multiprocessors
 from nanovllm.utils.integers import cdiv
 
-OUTPUTS = 128  # of both groups of warps, or twice that
 IN_CACHE = 2**24  # bytes of rows whose tiles come before all others, to stay in the L2 cache
 # Cycles, for `choose_tiles`: of unpacking a column of the planes, of waits in a chunk of columns,
 # and of the first inputs and the results of a tile.
@@ -100,74 +91,21 @@ def _place_of(item, row_tiles, output_tiles, group, PARTS: gl.constexpr, BLOCK_T
 
 
 @gluon.jit
-def _instruct(INSTRUCTION: gl.constexpr, any_int):
-    """Insert an instruction (see `device_features` for those of dependent launch)."""
-    gl.inline_asm_elementwise(
-        INSTRUCTION + " mov.b32 $0, $1;", "=r,r", [any_int], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _copy(
-    rings, x_desc, weight_desc, items, row_tiles, output_tiles, group, step, span,
-    P: gl.constexpr, PARTS: gl.constexpr, BLOCK_T: gl.constexpr, PDL: gl.constexpr,
+    rings, x_desc, weight_desc, N, items, row_tiles, output_tiles, group, step, span,
+    P: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The work of the copying warp; `step`: outputs between the two parts of a tile."""
-    weights, inputs = rings
-    n = 0
+    """The work of the copying warp."""
+    BLOCK_T: gl.constexpr = x_desc.block_shape[0]
     if PDL:
-        _instruct("griddepcontrol.launch_dependents;", items)
+        instruct("griddepcontrol.launch_dependents;", items)
+    n = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, output, split = _place_of(item, row_tiles, output_tiles, group, PARTS, BLOCK_T)
-        for chunk in range(split * span, (split + 1) * span):
-            i = wait_left(weights, n)
-            full, packed = weights[1].index(i), weights[0].index(i)
-            mbarrier.expect(full, PARTS * _OUTPUTS * P * 2)
-            for part in gl.static_range(PARTS):
-                place = [output + part * step, chunk * P]
-                async_load(weight_desc, place, full, packed.slice(part * _OUTPUTS, _OUTPUTS))
-            if PDL:  # the kernels before this one do not write weights
-                _instruct("griddepcontrol.wait;", items)
-            for plane in gl.static_range(4):
-                j = wait_left(inputs, 4 * n + plane)
-                full = inputs[1].index(j)
-                mbarrier.expect(full, BLOCK_T * P * 2)
-                async_load(x_desc, [row, (4 * chunk + plane) * P], full, inputs[0].index(j))
-            n += 1
-
-
-@gluon.jit
-def _unpack(packed, word, UPPER: gl.constexpr, BF16: gl.constexpr):
-    """See `int4.unpack_pair`."""
-    dtype: gl.constexpr = gl.bfloat16 if BF16 else gl.float16
-    minus = (word & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True)
-    scale = gl.expand_dims(((word >> 16) & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True), 1)
-    minus, packed = gl.broadcast(gl.expand_dims(minus, 1), packed)
-    if BF16:
-        first, second = gl.inline_asm_elementwise(
-            BF16_UPPER if UPPER else BF16_LOWER, "=&r,=&r,r,r", [packed, minus],
-            dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        first, second = gl.inline_asm_elementwise(
-            FP16_UPPER if UPPER else FP16_LOWER, "=&r,=&r,r,r", [packed, minus],
-            dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    return first * scale, second * scale
-
-
-@gluon.jit
-def _words_of(
-    words, chunk, N, step, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr
-):  # fmt: skip
-    """The words (`int4.halves`) of a chunk's two halves, for the rows of a group of warps; and the
-    same of the second part, if there is one.
-    """
-    lower, upper = words + 4 * chunk * P // GROUP * N, words + (4 * chunk + 2) * P // GROUP * N
-    if PARTS == 2:
-        return gl.load(lower), gl.load(upper), gl.load(lower + step), gl.load(upper + step)
-    else:
-        return gl.load(lower), gl.load(upper)
+        begin, end = split * span, (split + 1) * span
+        n = copy_chunks(
+            rings, n, x_desc, weight_desc, row, output, begin, end, N, step, P, PARTS, False, PDL
+        )
 
 
 @gluon.jit
@@ -203,43 +141,14 @@ def _multiply(
     BLOCK_T: gl.constexpr, BF16: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """The work of a group of warps."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    weights, inputs = rings
-    of_group = WARPS * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LEFT))
     n = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, output, split = _place_of(item, row_tiles, output_tiles, group, PARTS, BLOCK_T)
-        acc = gl.zeros([_HALF, BLOCK_T], gl.float32, SUMS)
-        acc2 = gl.zeros([_HALF, BLOCK_T], gl.float32, SUMS)
-        words = words_ptr + output + of_group
-        last = (split + 1) * span - 1
-        word = _words_of(words, split * span, N, step, GROUP, P, PARTS)
-        for chunk in range(split * span, last + 1):
-            packed = weights[0].index(wait_full(weights, n))
-            following = _words_of(words, gl.minimum(chunk + 1, last), N, step, GROUP, P, PARTS)
-            for half in gl.static_range(2):
-                x1 = inputs[0].index(wait_full(inputs, 4 * n + 2 * half)).permute((1, 0))
-                x2 = inputs[0].index(wait_full(inputs, 4 * n + 2 * half + 1)).permute((1, 0))
-                codes = packed.slice(WARPS * _HALF, _HALF).load(LEFT)
-                a1, a2 = _unpack(codes, word[half], half == 1, BF16)
-                later = warpgroup_mma(a1, x1, acc, is_async=True)
-                later = warpgroup_mma(a2, x2, later, is_async=True)
-                if PARTS == 2:
-                    codes = packed.slice(_OUTPUTS + WARPS * _HALF, _HALF).load(LEFT)
-                    b1, b2 = _unpack(codes, word[2 + half], half == 1, BF16)
-                    later2 = warpgroup_mma(b1, x1, acc2, is_async=True)
-                    later2 = warpgroup_mma(b2, x2, later2, is_async=True)
-                    acc, acc2, a1, a2, b1, b2 = warpgroup_mma_wait(
-                        0, [later, later2, a1, a2, b1, b2]
-                    )
-                else:
-                    acc, a1, a2 = warpgroup_mma_wait(0, [later, a1, a2])
-                leave(inputs, 4 * n + 2 * half)
-                leave(inputs, 4 * n + 2 * half + 1)
-            leave(weights, n)
-            word = following
-            n += 1
+        begin, end = split * span, (split + 1) * span
+        acc, acc2, n = add_chunks(
+            rings, n, words_ptr, output, N - 1, begin, end, N, step, WARPS, GROUP, P, PARTS, BF16,
+            False,
+        )  # fmt: skip
         _write(
             acc, acc2, bias_ptr, out_ptr, row, output + WARPS * _HALF, split, T, N, step, PARTS,
             BLOCK_T, GATED, GELU,
@@ -252,29 +161,21 @@ def _multiply(
 def _hopper_int4_kernel(
     x_desc, weight_desc, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles, group,
     step, span,
-    GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, BLOCK_T: gl.constexpr,
-    STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
-    PDL: gl.constexpr,
+    GROUP: gl.constexpr, P: gl.constexpr, E2M1: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr,
+    GELU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = x_desc.dtype
-    BF16: gl.constexpr = dtype == gl.bfloat16
-    weights = make_ring(
-        gl.allocate_shared_memory(gl.int16, [STAGES, PARTS * _OUTPUTS, P], weight_desc.layout),
-        STAGES,
-    )
-    inputs = make_ring(
-        gl.allocate_shared_memory(dtype, [X_STAGES, BLOCK_T, P], x_desc.layout), X_STAGES
-    )
+    BF16: gl.constexpr = x_desc.dtype == gl.bfloat16
+    rings = make_rings(x_desc, weight_desc, P, PARTS, BLOCK_T, STAGES, X_STAGES)
     fence_async_shared()
-    rings = weights, inputs
     gl.warp_specialize(
         [
             (_multiply, (rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles,
                 group, step, span, 0, GROUP, P, PARTS, BLOCK_T, BF16, GATED, GELU)),
             (_multiply, (rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles,
                 group, step, span, 1, GROUP, P, PARTS, BLOCK_T, BF16, GATED, GELU)),
-            (_copy, (rings, x_desc, weight_desc, items, row_tiles, output_tiles, group, step, span,
-                P, PARTS, BLOCK_T, PDL)),
+            (_copy, (rings, x_desc, weight_desc, N, items, row_tiles, output_tiles, group, step,
+                span, P, PARTS, PDL)),
         ],
         [4, 1],  # warps, beside the first four
         [240, 24],  # registers of a thread; the first have 240, too
@@ -314,22 +215,11 @@ def hopper_int4(
         out = empty_parts(splits, T, width, x.dtype, x.device)
     row_tiles, output_tiles = cdiv(T, block_t), N // (OUTPUTS * parts)
     group, items = max(1, IN_CACHE // (block_t * K * 2)), row_tiles * output_tiles * splits
+    matrix, words, constants = packed(weight)
     _hopper_int4_kernel[(min(processors, items),)](
-        tiles_of(x, block_t, P), tiles_of(weight.data, OUTPUTS, P), weight.scales.view(torch.int32),
-        bias, out, T, N, items, row_tiles, output_tiles, group, width if gated else OUTPUTS,
-        K // (PLANES * P) // splits, **_constants(weight, tiles), GATED=gated, GELU=bool(gelu),
-        num_warps=4, **pdl_options(x),
+        tiles_of(x, block_t, P), matrix, words, bias, out, T, N, items, row_tiles, output_tiles,
+        group, width if gated else OUTPUTS, K // (PLANES * P) // splits, PARTS=parts,
+        BLOCK_T=block_t, GATED=gated, GELU=bool(gelu), num_warps=4, **constants,
+        **ring_sizes(P, parts, block_t), **pdl_options(x),
     )  # fmt: skip
     return out
-
-
-def _constants(weight: Int4Codes, tiles: Tiles) -> dict[str, Any]:
-    """The constants of the kernel, with as many stages as shared memory has room for."""
-    P = weight.plane
-    of_weights, of_inputs = 2 * tiles.parts * OUTPUTS * P, 2 * tiles.block_t * P
-    stages = 3
-    x_stages = min(12, ((208 << 10) - stages * of_weights) // of_inputs)
-    return {
-        **{"GROUP": weight.group, "P": P, "PARTS": tiles.parts, "BLOCK_T": tiles.block_t},
-        **{"STAGES": stages, "X_STAGES": x_stages},
-    }
