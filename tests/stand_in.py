@@ -192,6 +192,38 @@ def compile_int4_products(dtype: str) -> None:
             hopper_int4(x, weight, None, gelu=False, tiles=Tiles(block_t, 2, 1))
 
 
+def compile_packed_experts(dtype: str) -> None:
+    """Compile the products of experts in 4 bits, for few pairs and for many."""
+    from nanovllm.kernels.products.experts import (
+        ExpertWeights,
+        gated_experts,
+        takes_hopper_kernel,
+    )
+    from nanovllm.tensors.int4 import Int4Codes
+    from nanovllm.tensors.mxfp4 import Mxfp4Codes
+
+    kind, E, I, M, k = getattr(torch, dtype), 32, 512, 768, 4
+
+    def empty(*size: int, dtype: torch.dtype = kind) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=GPU)
+
+    def in_mxfp4(N: int, K: int) -> Any:
+        data = empty(K // 128, N, 32, dtype=torch.int16)
+        return Mxfp4Codes(data, empty(K // 128, N, 4, dtype=torch.uint8), K)
+
+    def in_int4(N: int, K: int) -> Any:
+        return Int4Codes(empty(N, K // 4, dtype=torch.int16), empty(K // 128, N, 2), 128)
+
+    for make in (in_mxfp4, in_int4) if kind == torch.bfloat16 else (in_int4,):
+        biases = empty(E, 2 * I), empty(E, M)
+        weights = ExpertWeights(make(E * 2 * I, M), make(E * M, I), *biases, limit=7.0)
+        for rows in (20, 100, 200, 2000):
+            x = empty(rows, M)
+            assert takes_hopper_kernel(x, weights)
+            chosen = empty(rows, k, dtype=torch.int32)
+            gated_experts(x, weights, chosen, empty(rows, k, dtype=torch.float32))
+
+
 def compile_delta_net(dtype: str, K: int, V: int) -> str:
     """The kernels of Gated DeltaNet, for one sequence and for many."""
     from nanovllm.kernels.recurrent.delta_decode import decode
@@ -284,6 +316,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "long prompts": compile_long_prompts,
     "gated products": compile_gated_products,
     "INT4 products": compile_int4_products,
+    "packed experts": compile_packed_experts,
     "delta net": compile_delta_net,
     "kernel counts": count_kernels,
     "generate": generate,

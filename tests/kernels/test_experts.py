@@ -1,16 +1,18 @@
 """The kernels of a mixture of experts against float64."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
-from attention_cases import DEVICE
+from attention_cases import DEVICE, needs_hopper
 
 from checkpoints import rare
 
 pytest.importorskip("triton")
 
 from nanovllm.compiling.rehearsal import ROWS
+from nanovllm.kernels import device_features
 from nanovllm.kernels.products import experts as experts_kernels
 from nanovllm.kernels.products.experts import (
     FEW,
@@ -24,6 +26,7 @@ from nanovllm.kernels.products.experts import (
     choose_tiles,
     gated_experts,
 )
+from nanovllm.kernels.products.hopper_experts import choose_rows
 from nanovllm.kernels.products.routing import SORTED, route
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.int4 import OFFSETS, Int4Codes, pack, plane_size
@@ -73,6 +76,8 @@ def expected(
             if w.limit:
                 gate, up = gate.clamp(max=w.limit), up.clamp(-w.limit, w.limit)
                 inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            elif w.gelu:
+                inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
             else:
                 inner = torch.nn.functional.silu(gate) * up
             if x_block is not None:
@@ -176,7 +181,9 @@ def test_experts_in_8_bits_are_those_of_float64(
     assert error < (2e-3 if in_8_bits else torch.finfo(dtype).eps), error
 
 
-def in_4_bits(numbers: torch.Tensor, group: int) -> Int4Codes | Mxfp4Codes:
+def in_4_bits(
+    numbers: torch.Tensor, group: int, dtype: torch.dtype = torch.float16
+) -> Int4Codes | Mxfp4Codes:
     """Numbers in MXFP4, or with a group in INT4, with zero points."""
     N, K = numbers.shape
     if not group:
@@ -185,9 +192,9 @@ def in_4_bits(numbers: torch.Tensor, group: int) -> Int4Codes | Mxfp4Codes:
     groups = numbers.view(N, -1, group)
     scale, zero = groups.abs().amax(2) / 6, (6 + torch.arange(N * K // group) % 4).view(N, -1)
     codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, 15).to(torch.uint8)
-    words = torch.stack([-(zero + OFFSETS[torch.float16]), scale], -1).transpose(0, 1)
+    words = torch.stack([-(zero + OFFSETS[dtype]), scale], -1).transpose(0, 1)
     data = pack(codes.view(N, K), plane_size(K, group))
-    return Int4Codes(data.to(DEVICE), words.contiguous().to(DEVICE, torch.float16), group)
+    return Int4Codes(data.to(DEVICE), words.contiguous().to(DEVICE, dtype), group)
 
 
 SMALL_4_BITS = SMALL_TILES._replace(block_i=32, block_m=64)
@@ -221,6 +228,66 @@ def test_experts_in_4_bits_are_those_of_float64(T: int, tiles: Tiles | None, gro
     assert error < torch.finfo(torch.float16).eps, error
 
 
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    ("T", "k", "E", "I", "M", "group"),
+    [
+        (2, 4, 32, 96, 160, 0),  # columns that are no whole chunk, and experts without tokens
+        (70, 4, 5, 2880, 2880, 0),  # tiles of 128 rows, some not whole, and of outputs
+        (50, 2, 3, 256, 512, 128),  # planes of 64
+        (60, 3, 130, 128, 384, 64),  # planes of 32; more experts than a group has threads
+        (700, 8, 64, 256, 256, 0),  # more items than multiprocessors, of several row tiles
+    ],
+)
+@pytest.mark.parametrize("gelu", [False, True])
+def test_packed_experts_on_hopper(
+    T: int,
+    k: int,
+    E: int,
+    I: int,
+    M: int,
+    group: int,
+    gelu: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With limits and biases, too; results that nobody has written are NaN."""
+    generator, dtype = torch.Generator().manual_seed(T), torch.bfloat16
+
+    def randn(*shape: int) -> torch.Tensor:
+        rows = 2.0 ** torch.randint(-3, 4, (shape[0], 1), generator=generator)
+        return torch.randn(*shape, generator=generator) * rows
+
+    shapes = ((E * 2 * I, M), (E * M, I))
+    weights = (in_4_bits(randn(*s) / s[1] ** 0.5, group, dtype) for s in shapes)
+    biases = [None if gelu else randn(E, n).to(DEVICE, dtype) for n in (2 * I, M)]
+    w = ExpertWeights(*weights, *biases, gelu=gelu, limit=0.0 if gelu else 7.0)
+    logits = torch.randn(T, E, generator=generator)
+    logits[:, 0] += 4
+    x = torch.randn(T, M, generator=generator).to(DEVICE, dtype)
+    experts, scales = route(logits.to(DEVICE), k, norm=True)
+    assert experts_kernels.takes_hopper_kernel(x, w)
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: torch.full(size, torch.nan, **how))
+    monkeypatch.setattr(experts_kernels, "sort_pairs", sorted_pairs)
+    out = gated_experts(x, w, experts, scales)
+    monkeypatch.undo()
+    assert out.shape == (k, T, M)
+    wanted = expected(x, w, experts, scales)
+    error = (out.double().sum(0).cpu() - wanted).norm() / wanted.norm()
+    assert error < torch.finfo(dtype).eps, error
+    monkeypatch.setattr(device_features, "own_kernels", False)
+    others = gated_experts(x, w, experts, scales).double().sum(0).cpu()
+    assert (others - wanted).norm() / wanted.norm() < torch.finfo(dtype).eps
+
+
+def sorted_pairs(experts: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sort_pairs` by PyTorch."""
+    ids = experts.flatten()
+    ends = torch.bincount(ids, minlength=E).cumsum(0)
+    starts = torch.cat([ends.new_zeros(1), ends])
+    return ids.argsort(stable=True).int(), starts.int()
+
+
 @pytest.mark.parametrize("bits", [(16, 16), (8, 16), (8, 8), (4, 16)])
 @pytest.mark.parametrize(("k", "E"), [(2, 8), (8, 64), (8, 128), (4, 32), (4, 128)])
 def test_products_of_every_number_of_tokens_are_rehearsed(
@@ -230,12 +297,13 @@ def test_products_of_every_number_of_tokens_are_rehearsed(
     monkeypatch.setattr(experts_kernels, "has_room", lambda x: True)
     x = torch.zeros(1, 1, dtype=torch.float16, device=DEVICE)
 
-    def of(numbers: Iterable[int]) -> tuple[set[tuple[Tiles, bool]], set[int]]:
+    def of(numbers: Iterable[int]) -> list[set[Any]]:
         several = [(T, T * k) for T in numbers if T > 1]
-        return (
+        return [
             {(choose_tiles(N, E, x, *bits), T < LARGE_STEP) for T, N in several},
+            {(choose_rows(N, E), T < LARGE_STEP) for T, N in several},
             {next((size for size in SORTED if size >= N), SORTED[-1]) for _, N in several},
-        )
+        ]
 
     for budget in (1000, 4 * ROWS[-1]):  # tokens of the largest step, which is rehearsed, too
         rehearsed = [T for T in (*ROWS, budget) if budget >= T]

@@ -21,6 +21,7 @@ from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import (
     can_describe,
     describe,
+    has_own_kernels,
     has_ptx,
     has_room,
     launch_dependents,
@@ -465,6 +466,40 @@ def choose_tiles(N: int, E: int, x: torch.Tensor, weight_bits: int = 16, bits: i
     return next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
 
 
+def takes_hopper_kernel(x: torch.Tensor, weights: ExpertWeights) -> bool:
+    """Whether `hopper_experts` multiplies x: [T, M] by these weights."""
+    gate_up, down = weights.gate_up, weights.down
+    if isinstance(gate_up, Int4Codes) and isinstance(down, Int4Codes):
+        fits = {gate_up.plane, down.plane} <= {32, 64}
+    else:
+        fits = isinstance(gate_up, Mxfp4Codes) and isinstance(down, Mxfp4Codes)
+        fits = fits and x.dtype == torch.bfloat16
+    # Rows of activations begin at multiples of 16 bytes.
+    whole = x.shape[1] % 8 == shape_of(weights.down)[1] % 8 == 0
+    return fits and whole and x.dtype in HALF and has_own_kernels(x)
+
+
+def _empty_results(k: int, x: torch.Tensor) -> torch.Tensor:
+    """Uninitialised partial results; in large steps they are rounded, to write fewer bytes."""
+    dtype = torch.float32 if len(x) < LARGE_STEP else x.dtype
+    return torch.empty(k, *x.shape, dtype=dtype, device=x.device)
+
+
+def _by_hopper(
+    x: torch.Tensor, weights: ExpertWeights, experts: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    from nanovllm.kernels.products.hopper_experts import hopper_experts
+
+    gate_up, down = weights.gate_up, weights.down
+    assert isinstance(gate_up, Int4Codes | Mxfp4Codes) and isinstance(down, Int4Codes | Mxfp4Codes)
+    out = _empty_results(experts.shape[1], x)
+    hopper_experts(
+        x, gate_up, down, (weights.gate_up_bias, weights.down_bias), weights.gelu, weights.limit,
+        *sort_pairs(experts, weights.num_experts), scales, out,
+    )  # fmt: skip
+    return out
+
+
 def gated_experts(
     x: torch.Tensor,
     weights: ExpertWeights,
@@ -500,6 +535,8 @@ def gated_experts(
         return one_row(
             inner, weights.down, weights.down_bias, num_experts=E, experts=experts, scales=scales
         )
+    if tiles is None and takes_hopper_kernel(x, weights):
+        return _by_hopper(x, weights, experts, scales)
     x_block = act_block(weights, x.dtype)
     tiles = tiles or choose_tiles(T * k, E, x, gate_up.bits, 16 if x_block is None else 8)
     order, starts = sort_pairs(experts, E)
@@ -509,9 +546,7 @@ def gated_experts(
         **{"num_warps": tiles.warps, "num_stages": tiles.stages, **pdl_options(x)},
     }
     of_pairs = _gate_up(x, x_block, weights, gate_up, order, starts, tiles, common)
-    # In large steps partial results are rounded, to write fewer bytes.
-    dtype = torch.float32 if T < LARGE_STEP else x.dtype
-    out = torch.empty(k, T, M, dtype=dtype, device=x.device)
+    out = _empty_results(k, x)
     values, inner_scales, _ = stored(of_pairs)
     width = tiles.block_k if inner_scales is None else min(tiles.block_k, tiles.block_i)
     tma = _has_tma(x.dtype, down, values)

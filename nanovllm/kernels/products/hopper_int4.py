@@ -146,7 +146,7 @@ def _multiply(
         row, output, split = _place_of(item, row_tiles, output_tiles, group, PARTS, BLOCK_T)
         begin, end = split * span, (split + 1) * span
         acc, acc2, n = add_chunks(
-            rings, n, words_ptr, output, N - 1, begin, end, N, step, WARPS, GROUP, P, PARTS, BF16,
+            rings, n, words_ptr, output, begin, end, N, step, WARPS, GROUP, P, PARTS, BF16,
             False,
         )  # fmt: skip
         _write(

@@ -181,19 +181,18 @@ def _unpack(codes, word, LAST: gl.constexpr, BF16: gl.constexpr, E2M1: gl.conste
 
 @gluon.jit
 def _words_of(
-    words, chunk, N, step,
+    words, words2, chunk, N,
     GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, E2M1: gl.constexpr,
 ):  # fmt: skip
     """The words of a chunk's two halves, for the rows of a group of warps; and the same of the
     second part, if there is one.
     """
-    lower = words + 4 * chunk * P // GROUP * N
-    upper = words + (4 * chunk + 2) * P // GROUP * N
-    first = gl.load(lower)
-    second = first if E2M1 else gl.load(upper)
+    lower, upper = 4 * chunk * P // GROUP * N, (4 * chunk + 2) * P // GROUP * N
+    first = gl.load(words + lower)
+    second = first if E2M1 else gl.load(words + upper)
     if PARTS == 2:
-        third = gl.load(lower + step)
-        fourth = third if E2M1 else gl.load(upper + step)
+        third = gl.load(words2 + lower)
+        fourth = third if E2M1 else gl.load(words2 + upper)
         return first, second, third, fourth
     else:
         return first, second
@@ -201,7 +200,7 @@ def _words_of(
 
 @gluon.jit
 def add_chunks(
-    rings, n, words_ptr, output, most, begin, end, N, step,
+    rings, n, words_ptr, output, begin, end, N, step,
     WARPS: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
     BF16: gl.constexpr, E2M1: gl.constexpr,
 ):  # fmt: skip
@@ -209,7 +208,8 @@ def add_chunks(
 
     Args:
         n: uses of the ring of weights before.
-        output, most: first output of the tile, and of all outputs the last that has words.
+        output: first output of the tile.
+        N: all outputs; a tile may reach beyond the last.
         step: outputs between the two parts of a tile.
         WARPS: the group's number.
 
@@ -224,11 +224,12 @@ def add_chunks(
     acc = gl.zeros([_HALF, BLOCK_T], gl.float32, SUMS)
     acc2 = gl.zeros([_HALF, BLOCK_T], gl.float32, SUMS)
     rows = output + WARPS * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LEFT))
-    words = words_ptr + gl.minimum(rows, most)
-    word = _words_of(words, begin, N, step, GROUP, P, PARTS, E2M1)
+    words = words_ptr + gl.minimum(rows, N - 1)
+    words2 = words_ptr + gl.minimum(rows + step, N - 1)
+    word = _words_of(words, words2, begin, N, GROUP, P, PARTS, E2M1)
     for chunk in range(begin, end):
         following = gl.minimum(chunk + 1, end - 1)
-        ahead = _words_of(words, following, N, step, GROUP, P, PARTS, E2M1)
+        ahead = _words_of(words, words2, following, N, GROUP, P, PARTS, E2M1)
         packed = weights[0].index(wait_full(weights, n))
         for half in gl.static_range(2):
             x = inputs[0].index(wait_full(inputs, 2 * n + half))

@@ -1,0 +1,280 @@
+"""Products of experts whose weights have 4 bits, on Hopper (`hopper_packed.py`).
+
+The rows of the pairs of a token and an expert stand in the order of experts, so that a tile of an
+expert's rows is copied by hardware. A program finds the tiles that are its own from the first pair
+of each expert: only the GPU knows how many there are.
+
+Letters: N pairs, K experts of a token, E experts, M hidden size, I inner size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
+from nanovllm.kernels.products.hopper_packed import (
+    OUTPUTS,
+    add_chunks,
+    copy_chunks,
+    instruct,
+    make_rings,
+    packed,
+    ring_sizes,
+)
+from nanovllm.kernels.rings import activate, tiles_of
+from nanovllm.tensors.int4 import PLANES, Int4Codes
+from nanovllm.tensors.mxfp4 import Mxfp4Codes
+from nanovllm.utils.device import num_multiprocessors
+from nanovllm.utils.integers import cdiv, next_power_of_2
+
+_OUTPUTS = gl.constexpr(OUTPUTS)
+_HALF = gl.constexpr(OUTPUTS // 2)
+ROWS = 8  # per program of `_rows_kernel`
+
+
+@triton.jit(do_not_specialize=["N"])
+def _rows_kernel(
+    x_ptr, order_ptr, out_ptr, N, K: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: the tokens of ROWS pairs.
+    launch_dependents(PDL)
+    n, m = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    wait(PDL)
+    token = (tl.load(order_ptr + n, mask=n < N, other=0) // K).to(tl.int64)
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    x = tl.load(x_ptr + token[:, None] * M + m[None, :], mask=mask)
+    tl.store(out_ptr + n.to(tl.int64)[:, None] * M + m[None, :], x, mask=mask)
+
+
+def rows_of_pairs(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+    """The rows of x: [T, M] of sorted pairs [N]: [N, M]."""
+    N, M = len(order), x.shape[1]
+    out = torch.empty(N, M, dtype=x.dtype, device=x.device)
+    _rows_kernel[(cdiv(N, ROWS),)](
+        x.contiguous(), order, out, N, K=k, M=M, BLOCK=next_power_of_2(M), ROWS=ROWS, num_warps=8,
+        **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def _items_of_experts(
+    starts_ptr, output_tiles, E: gl.constexpr, E_PAD: gl.constexpr, BLOCK_T: gl.constexpr
+):  # fmt: skip
+    """The first pair of each expert and the one after its last, the end of its items, and the
+    number of all items: an item is a tile of rows and one of outputs.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    SIZE: gl.constexpr = max(1, E_PAD // (32 * WARPS))
+    e = gl.arange(0, E_PAD, gl.BlockedLayout([SIZE], [32], [WARPS], [0]))
+    first = gl.load(starts_ptr + e, e < E, 0)
+    after = gl.load(starts_ptr + e + 1, e < E, 0)
+    items = (after - first + BLOCK_T - 1) // BLOCK_T * output_tiles
+    return first, after, gl.associative_scan(items, 0, _sum), gl.reduce(items, 0, _sum)
+
+
+@gluon.jit
+def _tile_of(item, experts, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr):
+    """An item's expert, its first row and the expert's end of rows, and its first output. Items of
+    the same weights are neighbours.
+    """
+    first, after, ends, _ = experts
+    own = ends > item
+    before = gl.reduce(gl.where(own, 0, ends), 0, _larger)
+    expert = gl.reduce(gl.where(own, 0, 1), 0, _sum)
+    e = gl.arange(0, first.shape[0], first.type.layout)
+    begin = gl.reduce(gl.where(e == expert, first, 0), 0, _sum)
+    end = gl.reduce(gl.where(e == expert, after, 0), 0, _sum)
+    row_tiles, i = (end - begin + BLOCK_T - 1) // BLOCK_T, item - before
+    return expert, begin + i % row_tiles * BLOCK_T, end, i // row_tiles * WIDTH
+
+
+@gluon.jit
+def _copy(
+    rings, x_desc, weight_desc, starts_ptr, output_tiles, chunks, rows, step, N,
+    E: gl.constexpr, E_PAD: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
+    WIDTH: gl.constexpr, E2M1: gl.constexpr,
+):  # fmt: skip
+    """The work of the copying warp; `rows`: weights of an expert."""
+    BLOCK_T: gl.constexpr = x_desc.block_shape[0]
+    experts = _items_of_experts(starts_ptr, output_tiles, E, E_PAD, BLOCK_T)
+    n = 0
+    for item in range(gl.program_id(0), experts[3], gl.num_programs(0)):
+        expert, row, _, output = _tile_of(item, experts, WIDTH, BLOCK_T)
+        n = copy_chunks(
+            rings, n, x_desc, weight_desc, row, expert * rows + output, 0, chunks, N, step, P,
+            PARTS, E2M1, False,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _write_gated(
+    gate, up, bias_ptr, out_ptr, expert, row, end, output, I,
+    GELU: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """Write a group's inner values, in the order of pairs."""
+    SUMS: gl.constexpr = gate.type.layout
+    outputs = output + gl.arange(0, _HALF, gl.SliceLayout(1, SUMS))
+    rows = row + gl.arange(0, gate.shape[1], gl.SliceLayout(0, SUMS))
+    if bias_ptr is not None:
+        ptrs = bias_ptr + expert * 2 * I + outputs
+        gate += gl.expand_dims(gl.load(ptrs, outputs < I, 0.0).to(gl.float32), 1)
+        up += gl.expand_dims(gl.load(ptrs + I, outputs < I, 0.0).to(gl.float32), 1)
+    if LIMIT > 0:  # see `activation.activate_and_mul`
+        gate, up = gl.minimum(gate, LIMIT), gl.maximum(gl.minimum(up, LIMIT), -LIMIT)
+        inner = gate / (1.0 + gl.exp2(gate * (-1.702 * 1.4426950408889634))) * (up + 1.0)
+    else:
+        inner = activate(gate, GELU) * up
+    ptrs = out_ptr + gl.expand_dims(rows.to(gl.int64) * I, 0) + gl.expand_dims(outputs, 1)
+    there = gl.expand_dims(rows < end, 0) & gl.expand_dims(outputs < I, 1)
+    gl.store(ptrs, inner.to(out_ptr.dtype.element_ty), there)
+
+
+@gluon.jit
+def _write_weighted(
+    acc, bias_ptr, order_ptr, scale_ptr, out_ptr, expert, row, end, output, T, M, K: gl.constexpr
+):  # fmt: skip
+    """Write a group's results, times their experts' weights, where their tokens want them."""
+    SUMS: gl.constexpr = acc.type.layout
+    outputs = output + gl.arange(0, _HALF, gl.SliceLayout(1, SUMS))
+    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, SUMS))
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + expert * M + outputs, outputs < M, 0.0)
+        acc += gl.expand_dims(bias.to(gl.float32), 1)
+    pairs = gl.load(order_ptr + rows, rows < end, 0)
+    scale = gl.load(scale_ptr + pairs, rows < end, 0.0)
+    places = ((pairs % K).to(gl.int64) * T + pairs // K) * M
+    ptrs = out_ptr + gl.expand_dims(places, 0) + gl.expand_dims(outputs, 1)
+    there = gl.expand_dims(rows < end, 0) & gl.expand_dims(outputs < M, 1)
+    gl.store(ptrs, (acc * gl.expand_dims(scale, 0)).to(out_ptr.dtype.element_ty), there)
+
+
+@gluon.jit
+def _multiply(
+    rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T, outputs, output_tiles,
+    chunks, rows, step, N,
+    WARPS: gl.constexpr, K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr,
+    GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr,
+    BLOCK_T: gl.constexpr, BF16: gl.constexpr, E2M1: gl.constexpr, GATED: gl.constexpr,
+    GELU: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """The work of a group of warps; `outputs`: results of an expert."""
+    experts = _items_of_experts(starts_ptr, output_tiles, E, E_PAD, BLOCK_T)
+    n = 0
+    for item in range(gl.program_id(0), experts[3], gl.num_programs(0)):
+        expert, row, end, output = _tile_of(item, experts, WIDTH, BLOCK_T)
+        acc, acc2, n = add_chunks(
+            rings, n, words_ptr, expert * rows + output, 0, chunks, N, step, WARPS,
+            GROUP, P, PARTS, BF16, E2M1,
+        )  # fmt: skip
+        output += WARPS * _HALF
+        if GATED:
+            _write_gated(
+                acc, acc2, bias_ptr, out_ptr, expert, row, end, output, outputs, GELU, LIMIT
+            )
+        else:
+            _write_weighted(
+                acc, bias_ptr, order_ptr, scale_ptr, out_ptr, expert, row, end, output, T, outputs,
+                K,
+            )  # fmt: skip
+            if PARTS == 2:
+                _write_weighted(
+                    acc2, bias_ptr, order_ptr, scale_ptr, out_ptr, expert, row, end, output + step,
+                    T, outputs, K,
+                )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["T", "outputs", "output_tiles", "chunks", "rows", "step", "N"])
+def _hopper_experts_kernel(
+    x_desc, weight_desc, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T, outputs,
+    output_tiles, chunks, rows, step, N,
+    K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr,
+    E2M1: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr,
+    STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
+    LIMIT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    BF16: gl.constexpr = x_desc.dtype == gl.bfloat16
+    rings = make_rings(x_desc, weight_desc, P, PARTS, BLOCK_T, STAGES, X_STAGES)
+    if PDL:  # all warps go on from here together
+        instruct("griddepcontrol.launch_dependents;", N)
+        instruct("griddepcontrol.wait;", N)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
+                outputs, output_tiles, chunks, rows, step, N, 0, K, E, E_PAD, GROUP, P, PARTS,
+                WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT)),
+            (_multiply, (rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
+                outputs, output_tiles, chunks, rows, step, N, 1, K, E, E_PAD, GROUP, P, PARTS,
+                WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT)),
+            (_copy, (rings, x_desc, weight_desc, starts_ptr, output_tiles, chunks, rows, step, N, E,
+                E_PAD, P, PARTS, WIDTH, E2M1)),
+        ],
+        [4, 1],  # warps, beside the first four
+        [240, 24],  # registers of a thread; the first have 240, too
+    )  # fmt: skip
+
+
+def choose_rows(N: int, E: int) -> int:
+    """The rows of a tile, for N pairs of E experts: most experts have no second tile, which would
+    read their weights again.
+    """
+    return next((rows for rows in (16, 32, 64) if 2 * rows * E >= 3 * N), 128)
+
+
+def hopper_experts(
+    x: torch.Tensor,
+    gate_up: Int4Codes | Mxfp4Codes,
+    down: Int4Codes | Mxfp4Codes,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    gelu: bool,
+    limit: float,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """`experts.gated_experts` of sorted pairs, if `experts.takes_hopper_kernel`.
+
+    Args:
+        x: [T, M]
+        gate_up: [E * 2 I, M]
+        down: [E * M, I]
+        biases: [E, 2 I] and [E, M]; None: 0.
+        gelu, limit: see `ExpertWeights`.
+        order, starts: see `sort_pairs`.
+        scales: [T, k] float32.
+        out: [k, T, M], buffer for the results.
+    """
+    (k, T, M), I, E = out.shape, down.shape[1], len(starts) - 1
+    N, block_t = len(order), choose_rows(len(order), E)
+    inner = torch.empty(N, I, dtype=x.dtype, device=x.device)
+    common = {"K": k, "E": E, "E_PAD": next_power_of_2(E), "BLOCK_T": block_t}
+    for source, weight, bias, outputs, into, gated in (
+        (rows_of_pairs(x, order, k), gate_up, biases[0], I, inner, True),
+        (inner, down, biases[1], M, out, False),
+    ):
+        parts = 2 if gated or outputs % (2 * OUTPUTS) == 0 else 1
+        matrix, words, constants = packed(weight)
+        P, width = constants["P"], OUTPUTS if gated else OUTPUTS * parts
+        _hopper_experts_kernel[(num_multiprocessors(x.device.index),)](
+            tiles_of(source, block_t, P), matrix, words, bias, order, starts, scales, into, T,
+            outputs, cdiv(outputs, width), cdiv(source.shape[1], PLANES * P),
+            2 * I if gated else M, I if gated else OUTPUTS, len(weight), PARTS=parts, WIDTH=width,
+            GATED=gated, GELU=gelu, LIMIT=limit, num_warps=4, **common, **constants,
+            **ring_sizes(P, parts, block_t), **pdl_options(x),
+        )  # fmt: skip
