@@ -194,11 +194,8 @@ def compile_int4_products(dtype: str) -> None:
 
 def compile_packed_experts(dtype: str) -> None:
     """Compile the products of experts in 4 bits, for few pairs and for many."""
-    from nanovllm.kernels.products.experts import (
-        ExpertWeights,
-        gated_experts,
-        takes_hopper_kernel,
-    )
+    from nanovllm.kernels.experts.gated_experts import gated_experts, takes_hopper_kernel
+    from nanovllm.kernels.experts.weights import ExpertWeights
     from nanovllm.tensors.int4 import Int4Codes
     from nanovllm.tensors.mxfp4 import Mxfp4Codes
 

@@ -24,7 +24,7 @@ from nanovllm.tensors.mxfp4 import BLOCK
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.products.experts import ExpertWeights
+    from nanovllm.kernels.experts.weights import ExpertWeights
 
 
 # `Router.choose`
@@ -58,7 +58,7 @@ class Router(LinearBase):
         """
         logits = self(x)
         if self.build.fused:
-            from nanovllm.kernels.products.routing import route
+            from nanovllm.kernels.experts.routing import route
 
             return route(logits, self.k, self.norm, self.has_shared)
         if self.has_shared:
@@ -146,12 +146,12 @@ class Experts(Layer):
         """
         if not self.build.fused:
             return self._by_expert(x, experts, weights)
-        from nanovllm.kernels.products.experts import gated_experts
+        from nanovllm.kernels.experts.gated_experts import gated_experts
 
         return gated_experts(x, self._weights(), experts, weights)
 
     def _weights(self) -> "ExpertWeights":
-        from nanovllm.kernels.products.experts import ExpertWeights
+        from nanovllm.kernels.experts.weights import ExpertWeights
 
         return ExpertWeights(
             self.gate_up.codes,

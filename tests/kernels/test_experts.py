@@ -13,21 +13,22 @@ pytest.importorskip("triton")
 
 from nanovllm.compiling.rehearsal import ROWS
 from nanovllm.kernels import device_features
-from nanovllm.kernels.products import experts as experts_kernels
-from nanovllm.kernels.products.experts import (
+from nanovllm.kernels.experts import gated_experts as experts_kernels
+from nanovllm.kernels.experts import grouped
+from nanovllm.kernels.experts import tiles as experts_tiles
+from nanovllm.kernels.experts.gated_experts import LARGE_STEP, gated_experts
+from nanovllm.kernels.experts.hopper_experts import choose_rows
+from nanovllm.kernels.experts.routing import SORTED, route
+from nanovllm.kernels.experts.tiles import (
     FEW,
-    LARGE_STEP,
     MANY,
     MANY_IN_8_BITS,
     MANY_OF_4_BITS,
     SOME,
-    ExpertWeights,
     Tiles,
     choose_tiles,
-    gated_experts,
 )
-from nanovllm.kernels.products.hopper_experts import choose_rows
-from nanovllm.kernels.products.routing import SORTED, route
+from nanovllm.kernels.experts.weights import ExpertWeights
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.int4 import OFFSETS, Int4Codes, pack, plane_size
 from nanovllm.tensors.mxfp4 import Mxfp4Codes, packed, packed_exponents, quantize
@@ -158,7 +159,7 @@ def test_experts_in_8_bits_are_those_of_float64(
     """
     generator, (k, E, I) = torch.Generator().manual_seed(T), (2, 3, 128)
     if not in_8_bits:
-        monkeypatch.setattr(experts_kernels, "act_block", lambda *args: None)
+        monkeypatch.setattr(grouped, "act_block", lambda *args: None)
 
     def codes(N: int, K: int) -> Codes:
         shape = (N, 1) if block == 1 else (-(-N // block), -(-K // block))
@@ -294,7 +295,7 @@ def test_products_of_every_number_of_tokens_are_rehearsed(
     k: int, E: int, bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products of Mixtral, OLMoE, Qwen3 and gpt-oss, on a GPU with room for large tiles."""
-    monkeypatch.setattr(experts_kernels, "has_room", lambda x: True)
+    monkeypatch.setattr(experts_tiles, "has_room", lambda x: True)
     x = torch.zeros(1, 1, dtype=torch.float16, device=DEVICE)
 
     def of(numbers: Iterable[int]) -> list[set[Any]]:

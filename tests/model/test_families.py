@@ -400,7 +400,7 @@ def test_fused_layers_with_experts_in_fp8(
     which no dequantised numbers replace.
     """
     pytest.importorskip("triton")
-    from nanovllm.kernels.products import experts
+    from nanovllm.kernels.experts import gated_experts as experts
 
     gated_experts, taken = experts.gated_experts, []
     monkeypatch.setattr(
@@ -418,7 +418,7 @@ def test_fused_layers_with_experts_in_4_bits(
 ) -> None:
     """One token of the decode, too, goes through tiles."""
     pytest.importorskip("triton")
-    from nanovllm.kernels.products import experts
+    from nanovllm.kernels.experts import gated_experts as experts
 
     if held == "mxfp4":
         path, _ = mxfp4_checkpoints.checkpoints(tmp_path)

@@ -132,7 +132,7 @@ def _put_exponents(target: torch.Tensor, i: int, exponents: torch.Tensor) -> Non
 
 class Mxfp4Weight(QuantizedWeight):
     """N x K values of all experts of a layer, without values until loaded. Only the kernels of
-    experts multiply by them (`kernels.products.experts`).
+    experts multiply by them (`kernels.experts`).
 
     Args:
         num_rows, num_cols: N and K on this rank.

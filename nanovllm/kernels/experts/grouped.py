@@ -1,17 +1,13 @@
-"""Products of a mixture of experts: each token's row by the weights of its experts.
+"""Products of experts: tiles of rows, each by the weights of one expert.
 
 Pairs of a token and one of its experts are sorted by expert (`routing.py`), so that a tile of rows
 needs the weights of one expert. The host need not know the number of tiles: the grid has the
-maximum. A single token needs no sorting (`row.one_row`).
-
-With weights in FP8 the tokens are quantised, too, and so are the inner values, by the kernel that
-has them. Where tensor cores have no FP8, or scale blocks do not fit tiles, weights are converted to
-16 bits on their way to them.
+maximum.
 
 Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,75 +17,24 @@ from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import (
     can_describe,
     describe,
-    has_own_kernels,
     has_ptx,
-    has_room,
     launch_dependents,
     load_tile,
     pdl_options,
     spare_rows,
     wait,
 )
+from nanovllm.kernels.experts.tiles import Tiles, choose_tiles
+from nanovllm.kernels.experts.weights import AnyWeight, ExpertWeights, act_block, shape_of
 from nanovllm.kernels.fp8 import empty_codes, quantize, scale_of
 from nanovllm.kernels.products import int4, mxfp4
-from nanovllm.kernels.products.fp8_linear import BLOCK, act_block_of, can_multiply
 from nanovllm.kernels.products.linear import HALF
-from nanovllm.kernels.products.routing import sort_pairs
-from nanovllm.kernels.products.row import one_row, stored
-from nanovllm.tensors.fp8 import FP8, Codes
+from nanovllm.kernels.products.row import stored
+from nanovllm.tensors.fp8 import Codes
 from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.tensors.mxfp4 import BLOCK as MXFP4_BLOCK
 from nanovllm.tensors.mxfp4 import CHUNK, Mxfp4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
-
-
-class Tiles(NamedTuple):
-    """The tiles of the products: `block_t` rows by `block_i` inner columns, or by `block_m`
-    outputs, summed over `block_k` inputs at a time. If `left`, the weights are the left operand: it
-    has the 64 rows that tensor cores need, however few the other has.
-    """
-
-    block_t: int
-    block_i: int
-    block_m: int
-    block_k: int
-    warps: int
-    stages: int
-    left: bool
-
-
-# Measured on an H200, with the shapes of Qwen3-30B-A3B and gpt-oss-20b.
-FEW = Tiles(16, 64, 128, 128, warps=4, stages=3, left=True)
-SOME = Tiles(32, 128, 128, 64, warps=4, stages=3, left=True)
-MORE = Tiles(64, 64, 128, 64, warps=4, stages=4, left=False)
-MANY = Tiles(128, 128, 256, 64, warps=8, stages=4, left=False)
-MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs per expert up to which these tiles are the fastest
-# The same for codes that are converted for each tile of rows, so larger tiles pay earlier.
-MAX_OF_CODES = {
-    8: FEW._replace(stages=4),
-    24: SOME._replace(block_i=64, block_k=128),
-    96: MORE._replace(left=True),
-}
-MANY_OF_CODES = MANY._replace(block_m=128)
-# The same for products of codes by codes.
-MAX_IN_8_BITS = {
-    8: Tiles(16, 64, 128, 128, warps=4, stages=4, left=True),
-    32: Tiles(32, 128, 128, 128, warps=4, stages=4, left=True),
-    96: Tiles(64, 128, 128, 128, warps=8, stages=3, left=True),
-}
-MANY_IN_8_BITS = Tiles(128, 128, 128, 128, warps=8, stages=3, left=False)
-# The same for weights in 4 bits, unpacked for each tile of rows: `block_k` columns are a chunk.
-MAX_OF_4_BITS = {
-    16: Tiles(16, 64, 64, 0, warps=4, stages=4, left=True),
-    48: Tiles(32, 64, 64, 0, warps=4, stages=4, left=True),
-}
-MANY_OF_4_BITS = Tiles(128, 64, 128, 0, warps=8, stages=2, left=True)
-# For 64 KiB of shared memory: for few pairs, and for many.
-LITTLE_ROOM = (
-    Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),
-    Tiles(64, 64, 64, 64, warps=4, stages=2, left=False),
-)
-LARGE_STEP = 1024  # rows from which partial results are rounded
 
 
 @triton.jit
@@ -360,41 +305,6 @@ def _down_kernel(
     tl.store(ptrs, out, mask=(t < end)[:, None] & (m < M)[None, :])
 
 
-# A matrix in 16 bits, FP8, INT4 or MXFP4.
-AnyWeight: TypeAlias = torch.Tensor | Codes | Int4Codes | Mxfp4Codes
-
-
-def shape_of(weight: AnyWeight) -> tuple[int, int]:
-    """Rows and columns of a matrix in any format."""
-    rows, columns = weight.codes.shape if isinstance(weight, Codes) else weight.shape
-    return rows, columns
-
-
-class ExpertWeights(NamedTuple):
-    """The experts of a layer.
-
-    Attributes:
-        gate_up: [E * 2 I, M], for each expert gate first; `Codes` are FP8, both matrices' or none.
-        down: [E * M, I]
-        gate_up_bias: [E, 2 I]; None: 0.
-        down_bias: [E, M]; None: 0.
-        gelu: whether to activate by GELU (tanh), not SiLU.
-        limit: bound of gate and up in gpt-oss (see `activate_and_mul`); 0: none.
-    """
-
-    gate_up: AnyWeight
-    down: AnyWeight
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    gelu: bool = False
-    limit: float = 0.0
-
-    @property
-    def num_experts(self) -> int:
-        """E"""
-        return len(self.down) // shape_of(self.gate_up)[1]
-
-
 class Operand(NamedTuple):
     """A weight as the kernels take it.
 
@@ -433,120 +343,35 @@ def _scale_block(rows: int, columns: int) -> dict[str, int]:
     return {"SCALE_ROWS": rows, "SCALE_COLS": columns}
 
 
-def act_block(weights: ExpertWeights, dtype: torch.dtype) -> int | None:
-    """The number of inputs of a token that share a scale; 0: all; None: tokens stay in 16 bits."""
-    gate_up, down = weights.gate_up, weights.down
-    if not isinstance(gate_up, Codes) or not isinstance(down, Codes):
-        return None
-    if gate_up.codes.dtype != FP8:
-        return None
-    own = can_multiply(gate_up, dtype) and can_multiply(down, dtype)
-    # A tile has weights of one block, so experts, and gate and up, must begin with one.
-    (_, M), (_, I) = shape_of(gate_up), shape_of(down)
-    whole = gate_up.block[0] == 1 or M % BLOCK == I % BLOCK == 0
-    return act_block_of(gate_up) if own and whole else None
-
-
-def choose_tiles(N: int, E: int, x: torch.Tensor, weight_bits: int = 16, bits: int = 16) -> Tiles:
-    """Choose tiles for N pairs of E experts, in x's dtype and on its device.
-
-    Args:
-        weight_bits: bits of a weight.
-        bits: bits of an activation in the products.
-    """
-    if x.dtype not in HALF or not has_room(x):
-        tiles = LITTLE_ROOM[N > 8 * E]
-        return tiles if x.dtype in HALF else tiles._replace(block_k=32, warps=8)
-    most, many = {
-        (16, 16): (MOST, MANY),
-        (8, 16): (MAX_OF_CODES, MANY_OF_CODES),
-        (8, 8): (MAX_IN_8_BITS, MANY_IN_8_BITS),
-        (4, 16): (MAX_OF_4_BITS, MANY_OF_4_BITS),
-    }[weight_bits, bits]
-    return next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
-
-
-def takes_hopper_kernel(x: torch.Tensor, weights: ExpertWeights) -> bool:
-    """Whether `hopper_experts` multiplies x: [T, M] by these weights."""
-    gate_up, down = weights.gate_up, weights.down
-    if isinstance(gate_up, Int4Codes) and isinstance(down, Int4Codes):
-        fits = {gate_up.plane, down.plane} <= {32, 64}
-    else:
-        fits = isinstance(gate_up, Mxfp4Codes) and isinstance(down, Mxfp4Codes)
-        fits = fits and x.dtype == torch.bfloat16
-    # Rows of activations begin at multiples of 16 bytes.
-    whole = x.shape[1] % 8 == shape_of(weights.down)[1] % 8 == 0
-    return fits and whole and x.dtype in HALF and has_own_kernels(x)
-
-
-def _empty_results(k: int, x: torch.Tensor) -> torch.Tensor:
-    """Uninitialised partial results; in large steps they are rounded, to write fewer bytes."""
-    dtype = torch.float32 if len(x) < LARGE_STEP else x.dtype
-    return torch.empty(k, *x.shape, dtype=dtype, device=x.device)
-
-
-def _by_hopper(
-    x: torch.Tensor, weights: ExpertWeights, experts: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
-    from nanovllm.kernels.products.hopper_experts import hopper_experts
-
-    gate_up, down = weights.gate_up, weights.down
-    assert isinstance(gate_up, Int4Codes | Mxfp4Codes) and isinstance(down, Int4Codes | Mxfp4Codes)
-    out = _empty_results(experts.shape[1], x)
-    hopper_experts(
-        x, gate_up, down, (weights.gate_up_bias, weights.down_bias), weights.gelu, weights.limit,
-        *sort_pairs(experts, weights.num_experts), scales, out,
-    )  # fmt: skip
-    return out
-
-
-def gated_experts(
+def grouped(
     x: torch.Tensor,
     weights: ExpertWeights,
-    experts: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
     scales: torch.Tensor,
+    out: torch.Tensor,
     tiles: Tiles | None = None,
-) -> torch.Tensor:
-    """`scale * down(act(gate(x)) * up(x))` for each of a token's experts.
+) -> None:
+    """`gated_experts` of sorted pairs.
 
     Args:
         x: [T, M]
         weights: experts of the layer.
-        experts: [T, k] int32, see `route`.
+        order, starts: see `sort_pairs`.
         scales: [T, k] float32.
+        out: [k, T, M], buffer for the results.
         tiles: tiles of the products; None: chosen here.
-
-    Returns:
-        [k, T, M], partial results to be summed over k: float32, or x's dtype in large steps.
     """
     gate_up, down = operand(weights.gate_up), operand(weights.down)
-    (T, M), k, E = x.shape, experts.shape[1], weights.num_experts
-    I, gelu, limit = shape_of(weights.down)[1], weights.gelu, weights.limit
-    if (
-        T == 1
-        and x.dtype in HALF
-        and isinstance(weights.gate_up, torch.Tensor | Codes)
-        and isinstance(weights.down, torch.Tensor | Codes)
-    ):
-        inner = one_row(
-            x, weights.gate_up, weights.gate_up_bias, gated=True, gelu=gelu, limit=limit,
-            num_experts=E, experts=experts,
-        )  # fmt: skip
-        return one_row(
-            inner, weights.down, weights.down_bias, num_experts=E, experts=experts, scales=scales
-        )
-    if tiles is None and takes_hopper_kernel(x, weights):
-        return _by_hopper(x, weights, experts, scales)
+    (k, T, M), E, I = out.shape, weights.num_experts, shape_of(weights.down)[1]
     x_block = act_block(weights, x.dtype)
     tiles = tiles or choose_tiles(T * k, E, x, gate_up.bits, 16 if x_block is None else 8)
-    order, starts = sort_pairs(experts, E)
     common = {
         **{"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E), "ASM": has_ptx(x)},
         **{"BLOCK_T": tiles.block_t, "LEFT": tiles.left},
         **{"num_warps": tiles.warps, "num_stages": tiles.stages, **pdl_options(x)},
     }
     of_pairs = _gate_up(x, x_block, weights, gate_up, order, starts, tiles, common)
-    out = _empty_results(k, x)
     values, inner_scales, _ = stored(of_pairs)
     width = tiles.block_k if inner_scales is None else min(tiles.block_k, tiles.block_i)
     tma = _has_tma(x.dtype, down, values)
@@ -557,7 +382,6 @@ def gated_experts(
         X_BLOCK=0 if inner_scales is None else tiles.block_i, BLOCK_M=tiles.block_m,
         BLOCK_K=width, TMA=tma, **down.constants, **common,
     )  # fmt: skip
-    return out
 
 
 def _gate_up(

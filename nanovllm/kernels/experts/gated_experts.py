@@ -1,0 +1,99 @@
+"""The MLPs of a mixture of experts: each token's row by the weights of its experts.
+
+A single token needs no sorting (`products/row.py`). For others, pairs of a token and an expert are
+sorted (`routing.py`), and multiplied by tiles (`grouped.py`); by weights of 4 bits, on Hopper, in
+`hopper_experts.py`.
+
+With weights in FP8 the tokens are quantised, too, and so are the inner values, by the kernel that
+has them. Where tensor cores have no FP8, or scale blocks do not fit tiles, weights are converted to
+16 bits on their way to them.
+
+Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
+"""
+
+import torch
+
+from nanovllm.kernels.device_features import has_own_kernels
+from nanovllm.kernels.experts.grouped import grouped
+from nanovllm.kernels.experts.routing import sort_pairs
+from nanovllm.kernels.experts.tiles import Tiles
+from nanovllm.kernels.experts.weights import ExpertWeights, shape_of
+from nanovllm.kernels.products.linear import HALF
+from nanovllm.kernels.products.row import one_row
+from nanovllm.tensors.fp8 import Codes
+from nanovllm.tensors.int4 import Int4Codes
+from nanovllm.tensors.mxfp4 import Mxfp4Codes
+
+LARGE_STEP = 1024  # rows from which partial results are rounded
+
+
+def gated_experts(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    experts: torch.Tensor,
+    scales: torch.Tensor,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """`scale * down(act(gate(x)) * up(x))` for each of a token's experts.
+
+    Args:
+        x: [T, M]
+        weights: experts of the layer.
+        experts: [T, k] int32, see `route`.
+        scales: [T, k] float32.
+        tiles: tiles of the products; None: chosen here.
+
+    Returns:
+        [k, T, M], partial results to be summed over k: float32, or x's dtype in large steps.
+    """
+    k, E = experts.shape[1], weights.num_experts
+    gate_up, down = weights.gate_up, weights.down
+    plain = torch.Tensor | Codes
+    if len(x) == 1 and x.dtype in HALF and isinstance(gate_up, plain) and isinstance(down, plain):
+        inner = one_row(
+            x, gate_up, weights.gate_up_bias, gated=True, gelu=weights.gelu, limit=weights.limit,
+            num_experts=E, experts=experts,
+        )  # fmt: skip
+        return one_row(
+            inner, down, weights.down_bias, num_experts=E, experts=experts, scales=scales
+        )
+    order, starts = sort_pairs(experts, E)
+    # In large steps partial results are rounded, to write fewer bytes.
+    dtype = torch.float32 if len(x) < LARGE_STEP else x.dtype
+    out = torch.empty(k, *x.shape, dtype=dtype, device=x.device)
+    if tiles is None and takes_hopper_kernel(x, weights):
+        _by_hopper(x, weights, order, starts, scales, out)
+    else:
+        grouped(x, weights, order, starts, scales, out, tiles)
+    return out
+
+
+def takes_hopper_kernel(x: torch.Tensor, weights: ExpertWeights) -> bool:
+    """Whether `hopper_experts` multiplies x: [T, M] by these weights."""
+    gate_up, down = weights.gate_up, weights.down
+    if isinstance(gate_up, Int4Codes) and isinstance(down, Int4Codes):
+        fits = {gate_up.plane, down.plane} <= {32, 64}
+    else:
+        fits = isinstance(gate_up, Mxfp4Codes) and isinstance(down, Mxfp4Codes)
+        fits = fits and x.dtype == torch.bfloat16
+    # Rows of activations begin at multiples of 16 bytes.
+    whole = x.shape[1] % 8 == shape_of(weights.down)[1] % 8 == 0
+    return fits and whole and x.dtype in HALF and has_own_kernels(x)
+
+
+def _by_hopper(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    from nanovllm.kernels.experts.hopper_experts import hopper_experts
+
+    gate_up, down = weights.gate_up, weights.down
+    assert isinstance(gate_up, Int4Codes | Mxfp4Codes) and isinstance(down, Int4Codes | Mxfp4Codes)
+    biases = weights.gate_up_bias, weights.down_bias
+    hopper_experts(
+        x, gate_up, down, biases, weights.gelu, weights.limit, order, starts, scales, out
+    )

@@ -1,0 +1,75 @@
+"""The tiles of products of experts by `grouped.py`."""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.device_features import has_room
+from nanovllm.kernels.products.linear import HALF
+
+
+class Tiles(NamedTuple):
+    """The tiles of the products: `block_t` rows by `block_i` inner columns, or by `block_m`
+    outputs, summed over `block_k` inputs at a time. If `left`, the weights are the left operand: it
+    has the 64 rows that tensor cores need, however few the other has.
+    """
+
+    block_t: int
+    block_i: int
+    block_m: int
+    block_k: int
+    warps: int
+    stages: int
+    left: bool
+
+
+# Measured on an H200, with the shapes of Qwen3-30B-A3B and gpt-oss-20b.
+FEW = Tiles(16, 64, 128, 128, warps=4, stages=3, left=True)
+SOME = Tiles(32, 128, 128, 64, warps=4, stages=3, left=True)
+MORE = Tiles(64, 64, 128, 64, warps=4, stages=4, left=False)
+MANY = Tiles(128, 128, 256, 64, warps=8, stages=4, left=False)
+MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs per expert up to which these tiles are the fastest
+# The same for codes that are converted for each tile of rows, so larger tiles pay earlier.
+MAX_OF_CODES = {
+    8: FEW._replace(stages=4),
+    24: SOME._replace(block_i=64, block_k=128),
+    96: MORE._replace(left=True),
+}
+MANY_OF_CODES = MANY._replace(block_m=128)
+# The same for products of codes by codes.
+MAX_IN_8_BITS = {
+    8: Tiles(16, 64, 128, 128, warps=4, stages=4, left=True),
+    32: Tiles(32, 128, 128, 128, warps=4, stages=4, left=True),
+    96: Tiles(64, 128, 128, 128, warps=8, stages=3, left=True),
+}
+MANY_IN_8_BITS = Tiles(128, 128, 128, 128, warps=8, stages=3, left=False)
+# The same for weights in 4 bits, unpacked for each tile of rows: `block_k` columns are a chunk.
+MAX_OF_4_BITS = {
+    16: Tiles(16, 64, 64, 0, warps=4, stages=4, left=True),
+    48: Tiles(32, 64, 64, 0, warps=4, stages=4, left=True),
+}
+MANY_OF_4_BITS = Tiles(128, 64, 128, 0, warps=8, stages=2, left=True)
+# For 64 KiB of shared memory: for few pairs, and for many.
+LITTLE_ROOM = (
+    Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),
+    Tiles(64, 64, 64, 64, warps=4, stages=2, left=False),
+)
+
+
+def choose_tiles(N: int, E: int, x: torch.Tensor, weight_bits: int = 16, bits: int = 16) -> Tiles:
+    """Choose tiles for N pairs of E experts, in x's dtype and on its device.
+
+    Args:
+        weight_bits: bits of a weight.
+        bits: bits of an activation in the products.
+    """
+    if x.dtype not in HALF or not has_room(x):
+        tiles = LITTLE_ROOM[N > 8 * E]
+        return tiles if x.dtype in HALF else tiles._replace(block_k=32, warps=8)
+    most, many = {
+        (16, 16): (MOST, MANY),
+        (8, 16): (MAX_OF_CODES, MANY_OF_CODES),
+        (8, 8): (MAX_IN_8_BITS, MANY_IN_8_BITS),
+        (4, 16): (MAX_OF_4_BITS, MANY_OF_4_BITS),
+    }[weight_bits, bits]
+    return next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
