@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from nanovllm.compiling.rehearsal import ROWS
 from nanovllm.kernels import device_features
 from nanovllm.kernels.experts import gated_experts as experts_kernels
-from nanovllm.kernels.experts import grouped
+from nanovllm.kernels.experts import grouped, hopper_experts
 from nanovllm.kernels.experts import tiles as experts_tiles
 from nanovllm.kernels.experts.gated_experts import LARGE_STEP, gated_experts
 from nanovllm.kernels.experts.hopper_experts import choose_rows
@@ -234,6 +234,8 @@ def test_experts_in_4_bits_are_those_of_float64(T: int, tiles: Tiles | None, gro
 @pytest.mark.parametrize(
     ("T", "k", "E", "I", "M", "group"),
     [
+        (1, 4, 32, 2880, 416, 0),
+        (1, 3, 5, 256, 512, 128),
         (2, 4, 32, 96, 160, 0),  # columns that are no whole chunk, and experts without tokens
         (70, 4, 5, 2880, 2880, 0),  # tiles of 128 rows, some not whole, and of outputs
         (50, 2, 3, 256, 512, 128),  # planes of 64
@@ -269,7 +271,7 @@ def test_packed_experts_on_hopper(
     experts, scales = route(logits.to(DEVICE), k, norm=True)
     assert experts_kernels.takes_hopper_kernel(x, w)
     monkeypatch.setattr(torch, "empty", lambda *size, **how: torch.full(size, torch.nan, **how))
-    monkeypatch.setattr(experts_kernels, "sort_pairs", sorted_pairs)
+    monkeypatch.setattr(hopper_experts, "sort_pairs", sorted_pairs)
     out = gated_experts(x, w, experts, scales)
     monkeypatch.undo()
     assert out.shape == (k, T, M)

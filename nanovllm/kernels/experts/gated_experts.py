@@ -57,14 +57,13 @@ def gated_experts(
         return one_row(
             inner, down, weights.down_bias, num_experts=E, experts=experts, scales=scales
         )
-    order, starts = sort_pairs(experts, E)
     # In large steps partial results are rounded, to write fewer bytes.
     dtype = torch.float32 if len(x) < LARGE_STEP else x.dtype
     out = torch.empty(k, *x.shape, dtype=dtype, device=x.device)
     if tiles is None and takes_hopper_kernel(x, weights):
-        _by_hopper(x, weights, order, starts, scales, out)
+        _by_hopper(x, weights, experts, scales, out)
     else:
-        grouped(x, weights, order, starts, scales, out, tiles)
+        grouped(x, weights, *sort_pairs(experts, E), scales, out, tiles)
     return out
 
 
@@ -84,8 +83,7 @@ def takes_hopper_kernel(x: torch.Tensor, weights: ExpertWeights) -> bool:
 def _by_hopper(
     x: torch.Tensor,
     weights: ExpertWeights,
-    order: torch.Tensor,
-    starts: torch.Tensor,
+    experts: torch.Tensor,
     scales: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
@@ -94,6 +92,4 @@ def _by_hopper(
     gate_up, down = weights.gate_up, weights.down
     assert isinstance(gate_up, Int4Codes | Mxfp4Codes) and isinstance(down, Int4Codes | Mxfp4Codes)
     biases = weights.gate_up_bias, weights.down_bias
-    hopper_experts(
-        x, gate_up, down, biases, weights.gelu, weights.limit, order, starts, scales, out
-    )
+    hopper_experts(x, gate_up, down, biases, weights.gelu, weights.limit, experts, scales, out)

@@ -2,7 +2,8 @@
 
 The rows of the pairs of a token and an expert stand in the order of experts, so that a tile of an
 expert's rows is copied by hardware. A program finds the tiles that are its own from the first pair
-of each expert: only the GPU knows how many there are.
+of each expert: only the GPU knows how many there are. The pairs of a single token are neither
+sorted nor copied: each is a tile.
 
 Letters: N pairs, K experts of a token, E experts, M hidden size, I inner size.
 """
@@ -15,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
+from nanovllm.kernels.experts.routing import sort_pairs
 from nanovllm.kernels.products.hopper_packed import (
     OUTPUTS,
     add_chunks,
@@ -73,11 +75,22 @@ def _larger(a, b):
 
 @gluon.jit
 def _items_of_experts(
-    starts_ptr, output_tiles, E: gl.constexpr, E_PAD: gl.constexpr, BLOCK_T: gl.constexpr
+    starts_ptr, output_tiles,
+    K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr, BLOCK_T: gl.constexpr, ONE: gl.constexpr,
 ):  # fmt: skip
     """The first pair of each expert and the one after its last, the end of its items, and the
     number of all items: an item is a tile of rows and one of outputs.
     """
+    if ONE:
+        return 0, 0, 0, K * output_tiles
+    else:
+        return _count_items(starts_ptr, output_tiles, E, E_PAD, BLOCK_T)
+
+
+@gluon.jit
+def _count_items(
+    starts_ptr, output_tiles, E: gl.constexpr, E_PAD: gl.constexpr, BLOCK_T: gl.constexpr
+):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     SIZE: gl.constexpr = max(1, E_PAD // (32 * WARPS))
     e = gl.arange(0, E_PAD, gl.BlockedLayout([SIZE], [32], [WARPS], [0]))
@@ -88,10 +101,22 @@ def _items_of_experts(
 
 
 @gluon.jit
-def _tile_of(item, experts, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr):
+def _tile_of(
+    item, starts_ptr, output_tiles, experts,
+    WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, ONE: gl.constexpr,
+):  # fmt: skip
     """An item's expert, its first row and the expert's end of rows, and its first output. Items of
     the same weights are neighbours.
     """
+    if ONE:
+        pair = item // output_tiles
+        return gl.load(starts_ptr + pair), pair, pair + 1, item % output_tiles * WIDTH
+    else:
+        return _find_tile(item, experts, WIDTH, BLOCK_T)
+
+
+@gluon.jit
+def _find_tile(item, experts, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr):
     first, after, ends, _ = experts
     own = ends > item
     before = gl.reduce(gl.where(own, 0, ends), 0, _larger)
@@ -106,15 +131,19 @@ def _tile_of(item, experts, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr):
 @gluon.jit
 def _copy(
     rings, x_desc, weight_desc, starts_ptr, output_tiles, chunks, rows, step, N,
-    E: gl.constexpr, E_PAD: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
-    WIDTH: gl.constexpr, E2M1: gl.constexpr,
+    K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
+    WIDTH: gl.constexpr, E2M1: gl.constexpr, GATED: gl.constexpr, ONE: gl.constexpr,
 ):  # fmt: skip
     """The work of the copying warp; `rows`: weights of an expert."""
     BLOCK_T: gl.constexpr = x_desc.block_shape[0]
-    experts = _items_of_experts(starts_ptr, output_tiles, E, E_PAD, BLOCK_T)
+    experts = _items_of_experts(starts_ptr, output_tiles, K, E, E_PAD, BLOCK_T, ONE)
     n = 0
     for item in range(gl.program_id(0), experts[3], gl.num_programs(0)):
-        expert, row, _, output = _tile_of(item, experts, WIDTH, BLOCK_T)
+        expert, row, _, output = _tile_of(
+            item, starts_ptr, output_tiles, experts, WIDTH, BLOCK_T, ONE
+        )
+        if ONE and GATED:  # all pairs have the same row
+            row = 0
         n = copy_chunks(
             rings, n, x_desc, weight_desc, row, expert * rows + output, 0, chunks, N, step, P,
             PARTS, E2M1, False,
@@ -155,7 +184,7 @@ def _write_weighted(
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + expert * M + outputs, outputs < M, 0.0)
         acc += gl.expand_dims(bias.to(gl.float32), 1)
-    pairs = gl.load(order_ptr + rows, rows < end, 0)
+    pairs = rows if order_ptr is None else gl.load(order_ptr + rows, rows < end, 0)
     scale = gl.load(scale_ptr + pairs, rows < end, 0.0)
     places = ((pairs % K).to(gl.int64) * T + pairs // K) * M
     ptrs = out_ptr + gl.expand_dims(places, 0) + gl.expand_dims(outputs, 1)
@@ -170,13 +199,15 @@ def _multiply(
     WARPS: gl.constexpr, K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr,
     GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr,
     BLOCK_T: gl.constexpr, BF16: gl.constexpr, E2M1: gl.constexpr, GATED: gl.constexpr,
-    GELU: gl.constexpr, LIMIT: gl.constexpr,
+    GELU: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr,
 ):  # fmt: skip
     """The work of a group of warps; `outputs`: results of an expert."""
-    experts = _items_of_experts(starts_ptr, output_tiles, E, E_PAD, BLOCK_T)
+    experts = _items_of_experts(starts_ptr, output_tiles, K, E, E_PAD, BLOCK_T, ONE)
     n = 0
     for item in range(gl.program_id(0), experts[3], gl.num_programs(0)):
-        expert, row, end, output = _tile_of(item, experts, WIDTH, BLOCK_T)
+        expert, row, end, output = _tile_of(
+            item, starts_ptr, output_tiles, experts, WIDTH, BLOCK_T, ONE
+        )
         acc, acc2, n = add_chunks(
             rings, n, words_ptr, expert * rows + output, 0, chunks, N, step, WARPS,
             GROUP, P, PARTS, BF16, E2M1,
@@ -205,8 +236,9 @@ def _hopper_experts_kernel(
     K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr,
     E2M1: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr,
     STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
-    LIMIT: gl.constexpr, PDL: gl.constexpr,
+    LIMIT: gl.constexpr, ONE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    # `starts_ptr`: see `sort_pairs`; of ONE token its experts, and `order_ptr` None.
     BF16: gl.constexpr = x_desc.dtype == gl.bfloat16
     rings = make_rings(x_desc, weight_desc, P, PARTS, BLOCK_T, STAGES, X_STAGES)
     if PDL:  # all warps go on from here together
@@ -217,12 +249,12 @@ def _hopper_experts_kernel(
         [
             (_multiply, (rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
                 outputs, output_tiles, chunks, rows, step, N, 0, K, E, E_PAD, GROUP, P, PARTS,
-                WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT)),
+                WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT, ONE)),
             (_multiply, (rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
                 outputs, output_tiles, chunks, rows, step, N, 1, K, E, E_PAD, GROUP, P, PARTS,
-                WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT)),
-            (_copy, (rings, x_desc, weight_desc, starts_ptr, output_tiles, chunks, rows, step, N, E,
-                E_PAD, P, PARTS, WIDTH, E2M1)),
+                WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT, ONE)),
+            (_copy, (rings, x_desc, weight_desc, starts_ptr, output_tiles, chunks, rows, step, N, K,
+                E, E_PAD, P, PARTS, WIDTH, E2M1, GATED, ONE)),
         ],
         [4, 1],  # warps, beside the first four
         [240, 24],  # registers of a thread; the first have 240, too
@@ -243,12 +275,11 @@ def hopper_experts(
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     gelu: bool,
     limit: float,
-    order: torch.Tensor,
-    starts: torch.Tensor,
+    experts: torch.Tensor,
     scales: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """`experts.gated_experts` of sorted pairs, if `experts.takes_hopper_kernel`.
+    """See `gated_experts`, if `takes_hopper_kernel`.
 
     Args:
         x: [T, M]
@@ -256,16 +287,20 @@ def hopper_experts(
         down: [E * M, I]
         biases: [E, 2 I] and [E, M]; None: 0.
         gelu, limit: see `ExpertWeights`.
-        order, starts: see `sort_pairs`.
+        experts: [T, k] int32, see `route`.
         scales: [T, k] float32.
         out: [k, T, M], buffer for the results.
     """
-    (k, T, M), I, E = out.shape, down.shape[1], len(starts) - 1
-    N, block_t = len(order), choose_rows(len(order), E)
+    (k, T, M), I = out.shape, down.shape[1]
+    N, E = T * k, len(down) // M
+    order, starts, rows, block_t = None, experts, x, 16
+    if T > 1:
+        order, starts = sort_pairs(experts, E)
+        rows, block_t = rows_of_pairs(x, order, k), choose_rows(N, E)
     inner = torch.empty(N, I, dtype=x.dtype, device=x.device)
-    common = {"K": k, "E": E, "E_PAD": next_power_of_2(E), "BLOCK_T": block_t}
+    common = {"K": k, "E": E, "E_PAD": next_power_of_2(E), "BLOCK_T": block_t, "ONE": T == 1}
     for source, weight, bias, outputs, into, gated in (
-        (rows_of_pairs(x, order, k), gate_up, biases[0], I, inner, True),
+        (rows, gate_up, biases[0], I, inner, True),
         (inner, down, biases[1], M, out, False),
     ):
         parts = 2 if gated or outputs % (2 * OUTPUTS) == 0 else 1
