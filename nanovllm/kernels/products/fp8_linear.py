@@ -24,7 +24,8 @@ from nanovllm.kernels.device_features import (
 )
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.products.fp8_row import one_row
-from nanovllm.kernels.products.linear import BLOCK_N, HALF, SPLITS, Tiles, empty_parts
+from nanovllm.kernels.products.linear import BLOCK_N, HALF
+from nanovllm.kernels.products.tiles import Tiles, empty_parts
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.utils.device import FP8_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2
@@ -129,25 +130,33 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
     most = 2 * TILE_ROWS if more or (partial and N * K <= SMALL) else TILE_ROWS
     if most < T or N % BLOCK_N or K % 512:
         return None
-    programs, splits = N // BLOCK_N * cdiv(T, block_t + more), 1
+    tiles, programs = Tiles(block_t, BLOCK_N, BLOCK, more=more), N // BLOCK_N
     at_once = PROGRAMS if block_t < 64 or (block_t == 64 and not wide) else ROOMY_PROGRAMS
-    while partial and splits < SPLITS[-1] and 2 * splits * programs <= at_once:
-        splits *= 2
-    if splits == 2 and 64 < T <= MAX_ROWS and K <= FEW_INPUTS and not in_blocks:
+    if partial:
+        tiles = tiles.split(T, N, at_once)
+    programs *= cdiv(T, block_t + more) * tiles.splits
+    if tiles.splits == 2 and 64 < T <= MAX_ROWS and K <= FEW_INPUTS and not in_blocks:
         # Two tiles of rows make as many programs, without parts.
-        block_t, more, programs, splits = block_t if more else block_t // 2, 0, 2 * programs, 1
-    if block_t == TILE_ROWS:
+        tiles = tiles._replace(block_t=block_t if more else block_t // 2, more=0, splits=1)
+    return tiles._replace(**_sizes(tiles, programs, at_once, N, wide, in_blocks))
+
+
+def _sizes(
+    tiles: Tiles, programs: int, at_once: int, N: int, wide: bool, in_blocks: bool
+) -> dict[str, int]:
+    """The inputs, outputs and stages of tiles (measured on an H200)."""
+    if tiles.block_t == TILE_ROWS:
         if programs <= at_once:
-            return Tiles(block_t, splits, BLOCK, 6, more=more)
-        if more:  # stages of two programs fit a multiprocessor
-            return Tiles(block_t, splits, BLOCK, 4 if more == 32 else 3, more=more)
+            return {"stages": 6}
+        if tiles.more:  # stages of two programs fit a multiprocessor
+            return {"stages": 4 if tiles.more == 32 else 3}
         if N % BLOCK == 0:  # each row is read by half as many programs
-            return Tiles(block_t, splits, BLOCK, 6 if programs <= 2 * at_once else 3, BLOCK)
-    elif wide and (block_t < 64 or programs <= at_once):
-        return Tiles(block_t, splits, 2 * BLOCK, 4)
-    few = block_t == 16 or (block_t == 32 and not in_blocks)
-    two = block_t == 64 and programs <= PROGRAMS and not in_blocks  # on a multiprocessor
-    return Tiles(block_t, splits, BLOCK, 8 if few else 6 if two else 4)
+            return {"block_n": BLOCK, "stages": 6 if programs <= 2 * at_once else 3}
+    elif wide and (tiles.block_t < 64 or programs <= at_once):
+        return {"block_k": 2 * BLOCK}
+    few = tiles.block_t == 16 or (tiles.block_t == 32 and not in_blocks)
+    two = tiles.block_t == 64 and programs <= PROGRAMS and not in_blocks  # on a multiprocessor
+    return {"stages": 8 if few else 6 if two else 4}
 
 
 def _by_tiles(
@@ -156,7 +165,7 @@ def _by_tiles(
     (T, K), N, S = x.codes.shape, len(weight), tiles.splits
     out = empty_parts(S, T, N, dtype, x.codes.device)
     block_n, block_k, more = tiles.block_n, tiles.block_k, tiles.more
-    _fp8_tiles_kernel[(cdiv(T, tiles.block_t + more), N // block_n, S)](
+    _fp8_tiles_kernel[tiles.grid(T, N)](
         describe(x.codes, tiles.block_t, block_k),
         describe(x.codes, more, block_k) if more else None, x.scales,
         describe(weight.codes, block_n, block_k), weight.codes, weight.scales, bias, out,
@@ -215,7 +224,7 @@ def _many_rows(
     if _library_has(weight):
         return _by_library(x, weight, bias, None).to(dtype)
     if can_describe(x.codes) and len(weight) % BLOCK_N == weight.codes.shape[1] % BLOCK == 0:
-        return _by_tiles(x, weight, bias, Tiles(TILE_ROWS, 1, BLOCK, 4), dtype)
+        return _by_tiles(x, weight, bias, Tiles(TILE_ROWS, BLOCK_N, BLOCK), dtype)
     return F.linear(x.numbers(dtype), weight.numbers(dtype), bias)
 
 

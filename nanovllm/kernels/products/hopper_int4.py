@@ -23,7 +23,8 @@ from nanovllm.kernels.products.hopper_packed import (
     packed,
     ring_sizes,
 )
-from nanovllm.kernels.products.linear import MAX_ROWS, SPLITS, empty_parts
+from nanovllm.kernels.products.linear import MAX_ROWS
+from nanovllm.kernels.products.tiles import SPLITS, empty_parts
 from nanovllm.kernels.rings import activate, tiles_of
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import num_multiprocessors

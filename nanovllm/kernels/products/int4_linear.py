@@ -9,7 +9,7 @@ Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -29,10 +29,11 @@ from nanovllm.kernels.device_features import (
 )
 from nanovllm.kernels.products.int4 import ROWS, numbers_of, unpack_pair
 from nanovllm.kernels.products.int4_row import one_row
-from nanovllm.kernels.products.linear import HALF, SPLITS, empty_parts, multiply_parts
+from nanovllm.kernels.products.linear import HALF, multiply_parts
+from nanovllm.kernels.products.tiles import Tiles, empty_parts
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
-from nanovllm.utils.integers import cdiv, next_power_of_2
+from nanovllm.utils.integers import next_power_of_2
 
 MAX_ROWS = 256  # for products by tiles
 FEW_ROWS = 64  # up to which tiles have 64 outputs, and are loaded by TMA
@@ -77,16 +78,6 @@ def _int4_tiles_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=rows[None, :] < T)
 
 
-class Tiles(NamedTuple):
-    """The tiles of a product in `_int4_tiles_kernel`."""
-
-    block_t: int
-    block_n: int
-    splits: int
-    warps: int
-    stages: int
-
-
 def choose_tiles(T: int, N: int, K: int, P: int, partial: bool, room: bool) -> Tiles | None:
     """Choose tiles for T rows; None if the library is faster (measured on an H200) or tiles do not
     fit.
@@ -99,22 +90,12 @@ def choose_tiles(T: int, N: int, K: int, P: int, partial: bool, room: bool) -> T
     if T <= FEW_ROWS or not room or N % 128:
         block_t = max(16, min(FEW_ROWS, next_power_of_2(T)))
         stages = {16: 4, 32: 3}.get(block_t, 2) if room else 2
-        tiles = Tiles(block_t, 64, 1, 4, stages)
-        programs_at_once = 4 * PROGRAMS
+        tiles, at_once = Tiles(block_t, 64, PLANES * P, stages=stages), 4 * PROGRAMS
     else:
-        tiles = Tiles(TILE_ROWS, 128, 1, 8, 3)
-        programs_at_once = PROGRAMS
+        tiles, at_once = Tiles(TILE_ROWS, 128, PLANES * P, warps=8, stages=3), PROGRAMS
     if T > MAX_ROWS or N % tiles.block_n:
         return None
-    programs, splits = N // tiles.block_n * cdiv(T, tiles.block_t), 1
-    while (
-        partial
-        and splits < SPLITS[-1]
-        and K % (2 * splits * PLANES * P) == 0
-        and 2 * splits * programs <= programs_at_once
-    ):
-        splits *= 2
-    return tiles._replace(splits=splits)
+    return tiles.split(T, N, at_once, K // tiles.block_k) if partial else tiles
 
 
 def _by_tiles(
@@ -123,7 +104,7 @@ def _by_tiles(
     T, (N, K), P, S = len(x), weight.shape, weight.plane, tiles.splits
     out = empty_parts(S, T, N, x.dtype, x.device)
     tma = tiles.block_n == 64 and can_describe(x) and can_describe(weight.data)
-    _int4_tiles_kernel[(cdiv(T, tiles.block_t), N // tiles.block_n, S)](
+    _int4_tiles_kernel[tiles.grid(T, N)](
         describe(x, tiles.block_t, P) if tma else x.contiguous(),
         describe(weight.data, tiles.block_n, P) if tma else weight.data,
         weight.scales.view(torch.int32), bias, out, T, N, K, K // (PLANES * P) // S,

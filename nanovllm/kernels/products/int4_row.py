@@ -14,8 +14,8 @@ import triton.language as tl
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import has_ptx, launch_dependents, pdl_options, wait
 from nanovllm.kernels.products.int4 import dot_planes, halves, in_bytes, offset_of
-from nanovllm.kernels.products.linear import empty_parts
 from nanovllm.kernels.products.row import load_bias, load_words
+from nanovllm.kernels.products.tiles import empty_parts
 from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 

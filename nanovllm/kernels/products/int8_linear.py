@@ -8,8 +8,6 @@ weights exactly, so nothing is unpacked.
 Letters: T rows, N outputs, K inputs.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -25,11 +23,12 @@ from nanovllm.kernels.device_features import (
     wait,
 )
 from nanovllm.kernels.products.int4_row import larger
-from nanovllm.kernels.products.linear import HALF, SPLITS, empty_parts
+from nanovllm.kernels.products.linear import HALF
 from nanovllm.kernels.products.row import one_row
+from nanovllm.kernels.products.tiles import Tiles, empty_parts
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
-from nanovllm.utils.integers import cdiv, next_power_of_2
+from nanovllm.utils.integers import next_power_of_2
 
 MANY_ROWS = 256  # above which tiles are large
 PROGRAMS = 256  # to run at once
@@ -136,22 +135,13 @@ def _int8_tiles_kernel(
     tl.store(out_ptrs, numbers.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-class Tiles(NamedTuple):
-    """The tiles of a product in `_int8_tiles_kernel`."""
-
-    block_t: int
-    block_n: int
-    block_k: int
-    stages: int
-    splits: int = 1
-    warps: int = 4
-
-
 def choose_tiles(T: int, room: bool) -> Tiles:
     """Choose tiles for T rows (measured on an H200); `room`: see `has_room`."""
     if not room:
-        return Tiles(max(8, min(32, next_power_of_2(T))), 64, 64, 3)
-    return Tiles(max(8, next_power_of_2(T)), 64, 256, 3) if T <= 32 else Tiles(64, 128, 128, 3)
+        return Tiles(max(8, min(32, next_power_of_2(T))), 64, 64, stages=3)
+    if T <= 32:
+        return Tiles(max(8, next_power_of_2(T)), 64, 256, stages=3)
+    return Tiles(64, 128, 128, stages=3)
 
 
 def linear_into(
@@ -181,7 +171,7 @@ def _by_tiles(
     block_t, block_n, block_k = tiles.block_t, tiles.block_n, tiles.block_k
     tma = can_describe(codes) and can_describe(rows)
     row_block = 2 * block_t if pairs else block_t
-    _int8_tiles_kernel[(cdiv(T, block_t), cdiv(N, block_n), tiles.splits)](
+    _int8_tiles_kernel[tiles.grid(T, N)](
         describe(rows, row_block, block_k) if tma else rows, x_scales,
         describe(codes, block_n, block_k) if tma else codes, weight.scales, bias, out, T, N, K=K,
         SPAN=K // tiles.splits, PAIRS=pairs, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
@@ -198,15 +188,12 @@ def choose_w8a8_tiles(T: int, N: int, K: int, partial: bool, room: bool) -> Tile
         room: see `has_room`.
     """
     if T > MANY_ROWS:
-        return Tiles(128, 128, 128, 4, warps=8) if room else Tiles(64, 64, 64, 3)
-    block_t = max(16, min(64, next_power_of_2(T)))
-    block_k = 128 if room else 64
-    programs, splits = cdiv(N, 64) * cdiv(T, block_t), 1
-    while partial and splits < SPLITS[-1] and 2 * splits * programs <= PROGRAMS:
-        if K % (2 * splits * block_k):
-            break
-        splits *= 2
-    return Tiles(block_t, 64, block_k, 4 if room else 3, splits)
+        return Tiles(128, 128, 128, warps=8) if room else Tiles(64, 64, 64, stages=3)
+    block_t, block_k = max(16, min(64, next_power_of_2(T))), 128 if room else 64
+    tiles = Tiles(block_t, 64, block_k, stages=4 if room else 3)
+    if not partial or K % block_k:
+        return tiles
+    return tiles.split(T, N, PROGRAMS, K // block_k)
 
 
 def linear(

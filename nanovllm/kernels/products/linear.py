@@ -8,7 +8,6 @@ Letters: T rows, N outputs, K inputs.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from nanovllm.kernels.device_features import (
     wait,
 )
 from nanovllm.kernels.products.row import one_row
+from nanovllm.kernels.products.tiles import Tiles, empty_parts
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 HALF = (torch.bfloat16, torch.float16)
@@ -33,18 +33,6 @@ SMALL = 2**23  # elements of a weight so small that the library leaves the GPU i
 PROGRAMS = 128  # to run at once
 MAX_ROWS = 256  # for products by tiles
 PART = 2**24  # elements of a part in `multiply_parts`, which stays in the L2 cache
-SPLITS = (2, 4)  # possible numbers of partial results: powers of two
-
-
-class Tiles(NamedTuple):
-    """The tiles of a product in `_tiles_kernel`; `more`: rows beside `block_t` (in FP8)."""
-
-    block_t: int
-    splits: int
-    block_k: int
-    stages: int
-    block_n: int = BLOCK_N
-    more: int = 0
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -70,13 +58,6 @@ def _tiles_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=t < T)
 
 
-def empty_parts(S: int, T: int, N: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised results: [S, T, N] float32 for S > 1 splits; [T, N] of `dtype` for one."""
-    if S > 1:
-        return torch.empty(S, T, N, dtype=torch.float32, device=device)
-    return torch.empty(T, N, dtype=dtype, device=device)
-
-
 def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
     """Choose tiles for T rows; None if the library is faster (measured on an H200).
 
@@ -90,15 +71,14 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
     if most < T or N % BLOCK_N or K % 512:
         return None
     block_t = max(16, min(64 if N <= 1024 else TILE_ROWS, next_power_of_2(T)))
-    # About one program per multiprocessor: more would wait for the first to end.
-    programs = N // BLOCK_N * cdiv(T, block_t)
-    splits = 1
-    while partial and splits < SPLITS[-1] and 2 * splits * programs <= PROGRAMS:
-        splits *= 2
-    if splits == 1 and not (small and PROGRAMS // 2 <= programs <= PROGRAMS):
-        return None
     block_k = 256 if partial and block_t <= 32 and K % 1024 == 0 else 128
-    return Tiles(block_t, splits, block_k, 3 if block_k == 256 else 4)
+    tiles = Tiles(block_t, BLOCK_N, block_k, stages=3 if block_k == 256 else 4)
+    if partial:  # about one program per multiprocessor: more would wait for the first to end
+        tiles = tiles.split(T, N, PROGRAMS)
+    programs = N // BLOCK_N * cdiv(T, block_t)
+    if tiles.splits == 1 and not (small and PROGRAMS // 2 <= programs <= PROGRAMS):
+        return None
+    return tiles
 
 
 def _by_tiles(
@@ -106,7 +86,8 @@ def _by_tiles(
 ) -> torch.Tensor:
     (T, K), N, S = x.shape, weight.shape[0], tiles.splits
     out = empty_parts(S, T, N, x.dtype, x.device)
-    _tiles_kernel[(N // BLOCK_N, cdiv(T, tiles.block_t), S)](
+    row_tiles, output_tiles, _ = tiles.grid(T, N)
+    _tiles_kernel[(output_tiles, row_tiles, S)](
         describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k),
         weight, bias, out, T, N, K, K // S,
         BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k, num_warps=4,
