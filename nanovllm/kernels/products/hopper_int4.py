@@ -80,21 +80,21 @@ def choose_tiles(
 
 
 @gluon.jit
-def _place_of(item, row_tiles, output_tiles, group, PARTS: gl.constexpr, BLOCK_T: gl.constexpr):
-    """The first row, the first output and the part of the sum of an item. The items of `group` row
-    tiles come before others, and among them items of the same weights are neighbours.
+def _place_of(item, row_tiles, output_tiles, group, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr):
+    """The first row, the first of WIDTH outputs and the part of the sum of an item. The items of
+    `group` row tiles come before others, and among them items of the same weights are neighbours.
     """
     tiles = row_tiles * output_tiles
     split, tile = item // tiles, item % tiles
     first = tile // (group * output_tiles) * group
     size, i = gl.minimum(row_tiles - first, group), tile % (group * output_tiles)
-    return (first + i % size) * BLOCK_T, i // size * _OUTPUTS * PARTS, split
+    return (first + i % size) * BLOCK_T, i // size * WIDTH, split
 
 
 @gluon.jit
 def _copy(
     rings, x_desc, weight_desc, N, items, row_tiles, output_tiles, group, step, span,
-    P: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+    P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The work of the copying warp."""
     BLOCK_T: gl.constexpr = x_desc.block_shape[0]
@@ -102,7 +102,7 @@ def _copy(
         instruct("griddepcontrol.launch_dependents;", items)
     n = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, output, split = _place_of(item, row_tiles, output_tiles, group, PARTS, BLOCK_T)
+        row, output, split = _place_of(item, row_tiles, output_tiles, group, WIDTH, BLOCK_T)
         begin, end = split * span, (split + 1) * span
         n = copy_chunks(
             rings, n, x_desc, weight_desc, row, output, begin, end, N, step, P, PARTS, False, PDL
@@ -139,12 +139,13 @@ def _write(
 def _multiply(
     rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles, group, step, span,
     WARPS: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_T: gl.constexpr, BF16: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, BF16: gl.constexpr, GATED: gl.constexpr,
+    GELU: gl.constexpr,
 ):  # fmt: skip
     """The work of a group of warps."""
     n = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, output, split = _place_of(item, row_tiles, output_tiles, group, PARTS, BLOCK_T)
+        row, output, split = _place_of(item, row_tiles, output_tiles, group, WIDTH, BLOCK_T)
         begin, end = split * span, (split + 1) * span
         acc, acc2, n = add_chunks(
             rings, n, words_ptr, output, begin, end, N, step, WARPS, GROUP, P, PARTS, BF16,
@@ -163,8 +164,8 @@ def _hopper_int4_kernel(
     x_desc, weight_desc, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles, group,
     step, span,
     GROUP: gl.constexpr, P: gl.constexpr, E2M1: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr,
-    GELU: gl.constexpr, PDL: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
+    GATED: gl.constexpr, GELU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     BF16: gl.constexpr = x_desc.dtype == gl.bfloat16
     rings = make_rings(x_desc, weight_desc, P, PARTS, BLOCK_T, STAGES, X_STAGES)
@@ -172,11 +173,13 @@ def _hopper_int4_kernel(
     gl.warp_specialize(
         [
             (_multiply, (rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles,
-                group, step, span, 0, GROUP, P, PARTS, BLOCK_T, BF16, GATED, GELU)),
+                group, step, span, 0, GROUP, P, PARTS, WIDTH, BLOCK_T, BF16, GATED,
+                GELU)),
             (_multiply, (rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles,
-                group, step, span, 1, GROUP, P, PARTS, BLOCK_T, BF16, GATED, GELU)),
+                group, step, span, 1, GROUP, P, PARTS, WIDTH, BLOCK_T, BF16, GATED,
+                GELU)),
             (_copy, (rings, x_desc, weight_desc, N, items, row_tiles, output_tiles, group, step,
-                span, P, PARTS, PDL)),
+                span, P, PARTS, WIDTH, PDL)),
         ],
         [4, 1],  # warps, beside the first four
         [240, 24],  # registers of a thread; the first have 240, too
@@ -220,7 +223,7 @@ def hopper_int4(
     _hopper_int4_kernel[(min(processors, items),)](
         tiles_of(x, block_t, P), matrix, words, bias, out, T, N, items, row_tiles, output_tiles,
         group, width if gated else OUTPUTS, K // (PLANES * P) // splits, PARTS=parts,
-        BLOCK_T=block_t, GATED=gated, GELU=bool(gelu), num_warps=4, **constants,
-        **ring_sizes(P, parts, block_t), **pdl_options(x),
+        WIDTH=OUTPUTS if gated else OUTPUTS * parts, BLOCK_T=block_t, GATED=gated,
+        GELU=bool(gelu), num_warps=4, **constants, **ring_sizes(P, parts, block_t), **pdl_options(x),
     )  # fmt: skip
     return out
