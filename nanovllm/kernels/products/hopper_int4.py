@@ -224,6 +224,7 @@ def hopper_int4(
         tiles_of(x, block_t, P), matrix, words, bias, out, T, N, items, row_tiles, output_tiles,
         group, width if gated else OUTPUTS, K // (PLANES * P) // splits, PARTS=parts,
         WIDTH=OUTPUTS if gated else OUTPUTS * parts, BLOCK_T=block_t, GATED=gated,
-        GELU=bool(gelu), num_warps=4, **constants, **ring_sizes(P, parts, block_t), **pdl_options(x),
+        GELU=bool(gelu), num_warps=4, **constants, **ring_sizes(P, parts, block_t),
+        **pdl_options(x),
     )  # fmt: skip
     return out
