@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.all_reduce import all_reduce_row, peer_options, sums_by_owner
-from nanovllm.kernels.device_features import launch_dependents, pdl_options, spare_rows, wait
+from nanovllm.kernels.device_features import (
+    has_ptx,
+    launch_dependents,
+    pdl_options,
+    spare_rows,
+    wait,
+)
 from nanovllm.kernels.fp8 import empty_codes, store_codes
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import next_power_of_2
@@ -100,8 +106,10 @@ def _launch(
     total = torch.empty_like(results[0], dtype=weight.dtype) if sums else x
     BLOCK = max(act_block or 0, next_power_of_2(M))
     num_warps = min(16, max(1, BLOCK // 512))
-    if parts > 1 and T <= FEW_ROWS and BLOCK >= 4096 and peers is None:
-        num_warps = 32  # with more threads that read, it ends sooner (measured on an H200)
+    if parts > 1 and T <= FEW_ROWS and BLOCK >= 4096 and peers is None and has_ptx(x):
+        # With more threads that read, it ends sooner (measured on an H200). AMD's warps have 64, and
+        # a program at most 1024.
+        num_warps = 32
     assert peers is None or peers.max_rows >= T, f"{T} rows do not fit the exchange of the ranks"
     assert peers is None or 32 * num_warps <= BLOCK, f"{M} elements have several threads each"
     _rms_norm_kernel[(T,)](
