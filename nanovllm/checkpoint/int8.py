@@ -1,8 +1,8 @@
 """`Int8`: the format of matrices in 8 bits as integers, and how config.json spells it.
 
 INT8 codes have one scale per row, or per tensor, and products have activations in INT8, too (W8A8),
-quantised by the values of each token. One spelling is read: a group of "compressed-tensors" with
-`type` "int" and 8 bits.
+quantised by the values of each token, also where the checkpoint has one scale for all tokens. One
+spelling is read: a group of "compressed-tensors" with `type` "int" and 8 bits.
 """
 
 from dataclasses import dataclass
@@ -39,6 +39,18 @@ def read_int8_group(group: dict[str, Any], form: Any) -> Int8:
         raise unsupported_quantization(
             f"compressed-tensors, {kind} 8-bit int, strategy {strategy}, format {form}"
         )
-    if not isinstance(inputs, dict) or (inputs.get("type"), inputs.get("num_bits")) != ("int", 8):
-        raise unsupported_quantization("compressed-tensors, 8-bit int with activations in 16 bits")
+    if wrong := _wrong_activations(inputs):
+        raise unsupported_quantization(f"compressed-tensors, 8-bit int, activations {wrong}")
     return Int8(strategy == "channel")
+
+
+def _wrong_activations(inputs: Any) -> str:
+    """What is not supported of `input_activations`; "": nothing."""
+    if not isinstance(inputs, dict):
+        return "in 16 bits"
+    kind, bits, strategy = (inputs.get(key) for key in ("type", "num_bits", "strategy"))
+    if (kind, bits) != ("int", 8):
+        return f"in {bits}-bit {kind}"
+    if not read_value(inputs, "symmetric", bool, True):
+        return "asymmetric"
+    return "" if strategy in ("token", "tensor") else f"with strategy {strategy}"

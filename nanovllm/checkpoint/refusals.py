@@ -51,8 +51,9 @@ def unsupported_quantization(what: Any) -> ValueError:
     """The error for a `quantization_config` that is not supported."""
     return ValueError(
         f"config.json: `quantization_config` {what!r} is not supported: use a checkpoint in FP8 "
-        "(`fp8`, or `compressed-tensors` of 8-bit floats) or in INT4 (`awq`, `gptq`, `auto-round`, "
-        "or `compressed-tensors` of 4-bit integers), or the original weights"
+        "(`fp8`, or `compressed-tensors` of 8-bit floats), in INT8 (`compressed-tensors` of 8-bit "
+        "integers, activations too) or in INT4 (`awq`, `gptq`, `auto-round`, or "
+        "`compressed-tensors` of 4-bit integers), or the original weights"
     )
 
 

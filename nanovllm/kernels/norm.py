@@ -107,8 +107,8 @@ def _launch(
     BLOCK = max(act_block or 0, next_power_of_2(M))
     num_warps = min(16, max(1, BLOCK // 512))
     if parts > 1 and T <= FEW_ROWS and BLOCK >= 4096 and peers is None and has_ptx(x):
-        # With more threads that read, it ends sooner (measured on an H200). AMD's warps have 64, and
-        # a program at most 1024.
+        # With more threads that read, it ends sooner (measured on an H200). AMD's warps have 64
+        # threads, and a program at most 1024.
         num_warps = 32
     assert peers is None or peers.max_rows >= T, f"{T} rows do not fit the exchange of the ranks"
     assert peers is None or 32 * num_warps <= BLOCK, f"{M} elements have several threads each"

@@ -18,6 +18,7 @@ from nanovllm.layers.weights import mxfp4
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.int4 import Int4Weight
 from nanovllm.layers.weights.mxfp4 import Mxfp4Weight
+from nanovllm.layers.weights.quantized import QuantizedWeight
 from nanovllm.layers.weights.shard import Part, Shard, StackedShard, ZeroShard
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.mxfp4 import BLOCK
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.experts.weights import ExpertWeights
 
 
+HALF = torch.bfloat16, torch.float16
 # `Router.choose`
 Choose: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -87,14 +89,23 @@ class Experts(Layer):
         facts, M = _facts(config), config.hidden_size
         self.facts, self.build = facts, build
         self.gelu = ACTIVATIONS[config.hidden_act]
-        self.part, self.outputs = Part.equal(facts.intermediate_size, build.group), Part.whole(M)
-        self.num_experts = E = facts.num_experts + facts.has_shared
-        I = len(self.part.held)
-        in_mxfp4 = facts.is_mxfp4 and _multiplies_mxfp4(M, I, build)
-        self.gate_up, self.down = (
+        self.outputs, self.num_experts = Part.whole(M), facts.num_experts + facts.has_shared
+        in_mxfp4 = facts.is_mxfp4 and _multiplies_mxfp4(build)
+        self.part = (
+            Part.blocks(facts.intermediate_size, BLOCK, build.group)
+            if in_mxfp4
+            else Part.equal(facts.intermediate_size, build.group)
+        )
+        E, I = self.num_experts, len(self.part.held)
+        both = [
             Mxfp4Weight(rows, cols, build.dtype) if in_mxfp4 else _weight(rows, cols, facts, build)
             for rows, cols in ((E * 2 * I, M), (E * M, I))
-        )
+        ]
+        codes = [weight for weight in both if isinstance(weight, QuantizedWeight)]
+        if not all(weight.has_kernels for weight in codes):  # their kernels share tiles
+            for weight in codes:
+                weight.kernels = None
+        self.gate_up, self.down = both
         shapes = [(E, 2 * I), (E, M)] * facts.bias
         biases = [nn.Parameter(torch.empty(shape, dtype=build.dtype), False) for shape in shapes]
         self.gate_up_bias: nn.Parameter | None
@@ -196,15 +207,10 @@ def _weight(num_rows: int, num_cols: int, facts: ExpertConfig, build: Build) -> 
     return weight
 
 
-def _multiplies_mxfp4(M: int, I: int, build: Build) -> bool:
-    """Whether our kernels multiply by experts of these sizes in MXFP4."""
+def _multiplies_mxfp4(build: Build) -> bool:
+    """Whether our kernels multiply by experts in MXFP4."""
     device = torch.get_default_device()
-    if (
-        not build.fused
-        or M % BLOCK
-        or I % BLOCK
-        or build.dtype not in (torch.bfloat16, torch.float16)
-    ):
+    if not build.fused or build.dtype not in HALF:
         return False
     return device.type != "cuda" or capability(device.index) >= MIN_CAPABILITY
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import fp8_checkpoints
 import int4_checkpoints
 import mxfp4_checkpoints
 import pytest
@@ -39,6 +40,7 @@ from checkpoints import (
 from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import HEAD_DIMS, TritonBackend
+from nanovllm.checkpoint.int8 import Int8
 from nanovllm.checkpoint.model_config import LayerConfig, ModelConfig
 from nanovllm.checkpoint.modules import Modules
 from nanovllm.checkpoint.quantization import WHILE_LOADING, Quantization, Rule
@@ -412,19 +414,22 @@ def test_fused_layers_with_experts_in_fp8(
     assert all(isinstance(codes, Codes) for weights in taken for codes in weights[:2])
 
 
-@pytest.mark.parametrize("held", ["int4", "mxfp4"])
+@pytest.mark.parametrize("held", ["int4", "int4, one matrix without kernels", "mxfp4"])
 def test_fused_layers_with_experts_in_4_bits(
     held: str, kernel_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token of the decode, too, goes through tiles."""
+    """One token of the decode, too, goes through tiles. Matrices of 96 columns have no kernels, and
+    so both of an expert are dequantised.
+    """
     pytest.importorskip("triton")
     from nanovllm.kernels.experts import gated_experts as experts
 
     if held == "mxfp4":
         path, _ = mxfp4_checkpoints.checkpoints(tmp_path)
     else:
-        shape = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-        says = {"modules_to_not_convert": ["self_attn"]}
+        inner = 128 if held == "int4" else 96
+        shape = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
+        says = {"modules_to_not_convert": ["self_attn"], "group_size": math.gcd(128, inner)}
         path, _ = int4_checkpoints.checkpoints(
             tmp_path, "awq", "qwen3_moe", lambda module: "self_attn" in module, says, **shape
         )
@@ -435,26 +440,57 @@ def test_fused_layers_with_experts_in_4_bits(
     found = ModelConfig.from_pretrained(str(path)).quantization
     for plain, fused in compared_layers(path, torch.float16, kernel_device, found, 2):
         assert (plain - fused).norm() < 0.01 * plain.norm()
-    format = Mxfp4Codes if held == "mxfp4" else Int4Codes
+    format = {"mxfp4": Mxfp4Codes, "int4": Int4Codes}.get(held, torch.Tensor)
     assert len(taken) == 4
     assert all(isinstance(codes, format) for weights in taken for codes in weights[:2])
 
 
-def round_activations(model: torch.nn.Module) -> None:
-    """Let products round several rows to FP8, each with a scale of its own."""
+@pytest.mark.parametrize("way", ["int8 rows", "int8 tensor"])
+def test_fused_layers_in_int8(way: str, kernel_device: str, tmp_path: Path) -> None:
+    """Products of several rows round their activations, too: where the numbers before differ in
+    their last bit, some fall to another integer, a hundredth of the largest away.
+    """
+    pytest.importorskip("triton")
+    from nanovllm.kernels.products import int8_linear
 
-    def rounded(x: torch.Tensor) -> torch.Tensor:
+    path, _ = fp8_checkpoints.checkpoints(tmp_path, way, hidden_size=128)
+    found = ModelConfig.from_pretrained(str(path)).quantization
+    with patch.object(int8_linear, "linear", wraps=int8_linear.linear) as products:
+        compared = compared_layers(path, torch.float16, kernel_device, found)
+    assert products.call_count == 7, "four products of the prefill, and all but a gated row's"
+    for plain, fused in compared:
+        assert (plain - fused).norm() < 0.02 * plain.norm()
+
+
+def test_fused_layers_with_experts_in_int8(kernel_device: str, tmp_path: Path) -> None:
+    """Experts have activations in 16 bits."""
+    says = {"ignore": ["lm_head", "re:.*self_attn.*"]}
+    path, _ = fp8_checkpoints.checkpoints(
+        tmp_path, "int8 rows", "qwen3_moe", lambda module: "self_attn" in module, says
+    )
+    found = ModelConfig.from_pretrained(str(path)).quantization
+    for plain, fused in compared_layers(path, torch.float16, kernel_device, found, 2):
+        assert (plain - fused).norm() < 0.01 * plain.norm()
+
+
+def round_activations(model: torch.nn.Module) -> None:
+    """Let products round several rows to FP8 or INT8, each with a scale of its own."""
+
+    def rounded(x: torch.Tensor, to_int8: bool) -> torch.Tensor:
         if len(x) == 1:
             return x
-        scales = x.float().abs().amax(1, keepdim=True) / 448
-        return ((x.float() / scales).to(FP8).float() * scales).to(x.dtype)
+        scales = x.float().abs().amax(1, keepdim=True) / (127 if to_int8 else 448)
+        scaled = x.float() / scales
+        return ((scaled.round() if to_int8 else scaled.to(FP8).float()) * scales).to(x.dtype)
 
     def product(weight: Weight, x: torch.Tensor, bias: Any, *_: Any) -> torch.Tensor:
-        return torch.nn.functional.linear(rounded(x), weight.data, bias)
+        return torch.nn.functional.linear(rounded(x, weight.to_int8), weight.data, bias)
 
     for module in model.modules():
         found = module.build.quantization if isinstance(module, LinearBase) else None
-        if found is not None and found.of(module.sources(module.build.path)) is not None:
+        format = None if found is None else found.of(module.sources(module.build.path))
+        if format is not None:
+            module.weight.to_int8 = isinstance(format, Int8)
             module.weight.product = partial(product, module.weight)
 
 

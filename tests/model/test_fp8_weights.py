@@ -3,6 +3,7 @@
 The oracle is transformers with the numbers that the codes mean.
 """
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from fp8_checkpoints import (
     PROJECTIONS,
     WAYS,
     checkpoints,
+    in_int8,
     quantize,
 )
 from plain_modules import LISTS, OTHERS, assert_loaded
@@ -194,6 +196,36 @@ def test_numbers_are_quantised_while_they_are_loaded(
     torch.testing.assert_close(torch.tensor(score.logprobs), wanted, atol=1e-4, rtol=0)
 
 
+def of_inputs(changes: dict[str, Any] | None) -> dict[str, Any]:
+    """A `quantization_config` in INT8 with other activations, or without any."""
+    config = copy.deepcopy(in_int8("channel"))
+    group = config["config_groups"]["group_0"]
+    if changes is None:
+        del group["input_activations"]
+    else:
+        group["input_activations"].update(changes)
+    return config
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_zero_points_of_symmetric_codes_are_0(zero: int, tmp_path: Path) -> None:
+    """Some checkpoints have them."""
+    quantised, exact = checkpoints(tmp_path, "int8 rows")
+    tensors = load_file(quantised / "model.safetensors")
+    for name, scales in dict(tensors).items():
+        if name.endswith("weight_scale"):
+            zeros = torch.zeros(scales.shape, dtype=torch.int8)
+            tensors[name.replace("scale", "zero_point")] = zeros
+    zeros[5] = zero
+    save_file(tensors, quantised / "model.safetensors")
+    if zero:
+        with pytest.raises(ValueError, match="weight_zero_point has values other than 0"):
+            LLM(quantised, **SMALL)
+    else:
+        with LLM(quantised, **SMALL) as llm:
+            assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
 @pytest.mark.parametrize(("num_ranks", "remedy"), [(1, "the original"), (2, "another tensor_par")])
 @pytest.mark.usefixtures("threads")
 def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> None:
@@ -215,6 +247,11 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, r"must be \[rows, columns\], got"),
         (COMPRESSED, "without exactly one"),
         ("fp8", "'fp8' is not supported"),
+        (of_inputs(None), "8-bit int, activations in 16 bits' is not supported"),
+        (of_inputs({"num_bits": 4}), "8-bit int, activations in 4-bit int' is not"),
+        (of_inputs({"type": "float"}), "8-bit int, activations in 8-bit float' is not"),
+        (of_inputs({"symmetric": False}), "8-bit int, activations asymmetric' is not"),
+        (of_inputs({"strategy": "group"}), "activations with strategy group' is not"),
         (
             {"quant_method": "fp8", "ignored_layers": ["model.layers.1.mlp.up_proj"]},
             r"leaves model\.layers\.1\.mlp\.up_proj in 16 bits and quantises "

@@ -23,7 +23,7 @@ class ExpertWeights(NamedTuple):
     """The experts of a layer.
 
     Attributes:
-        gate_up: [E * 2 I, M], for each expert gate first; `Codes` are FP8, both matrices' or none.
+        gate_up: [E * 2 I, M], for each expert gate first.
         down: [E * M, I]
         gate_up_bias: [E, 2 I]; None: 0.
         down_bias: [E, M]; None: 0.

@@ -8,7 +8,7 @@ from torch import nn
 from nanovllm.checkpoint.int8 import Int8
 from nanovllm.layers.weights import fp8
 from nanovllm.layers.weights.quantized import QuantizedWeight
-from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.layers.weights.shard import Part, Shard, ZeroShard
 from nanovllm.tensors.fp8 import LARGEST_INT8, Codes
 
 
@@ -19,6 +19,12 @@ class CodesShard(fp8.CodesShard):
 
     def put(self, numbers: torch.Tensor) -> None:
         self.target.copy_((numbers * 2.0**10).clamp(-LARGEST_INT8, LARGEST_INT8))  # dummies
+
+
+class ZeroPointsShard(ZeroShard):
+    """Zero points, which a checkpoint of symmetric codes may have: all 0."""
+
+    dtypes = ("I8",)
 
 
 class Int8Weight(QuantizedWeight):
@@ -61,6 +67,8 @@ class Int8Weight(QuantizedWeight):
             f"{module}.{self.format.scale}",
             fp8.ScalesShard(self.scales.data[held], (of_rows, one)),
         )
+        zeros = ZeroPointsShard(torch.empty(0), (of_rows, one))
+        yield f"{module}.weight_zero_point", zeros
 
     @property
     def codes(self) -> Codes:

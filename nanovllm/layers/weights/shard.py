@@ -36,6 +36,14 @@ class Part(NamedTuple):
         return cls(range(group.rank * size, (group.rank + 1) * size), total)
 
     @classmethod
+    def blocks(cls, total: int, size: int, group: Group) -> "Part":
+        """A share of whole blocks of a size for each rank, which differ by one at most."""
+        count = total // size
+        assert count * size == total >= size * group.size, "blocks for every rank"
+        first, end = (count * rank // group.size * size for rank in (group.rank, group.rank + 1))
+        return cls(range(first, end), total)
+
+    @classmethod
     def packed(cls, parts: Sequence["Part"]) -> "Part":
         """The part of a dimension in which these parts' dimensions are concatenated."""
         starts = accumulate((part.total for part in parts), initial=0)
