@@ -52,8 +52,7 @@ def main() -> None:
     )
     packed = config.experts is not None and config.experts.packed
     held = format_of(choose(options.get("quantization"), config.quantization, packed))
-    if config.experts is not None and config.experts.is_mxfp4:
-        held = "mxfp4"
+    held = "mxfp4" if config.is_mxfp4 else held
     sizes = limits.itemsizes(config, itemsize, options.get("kv_cache_dtype", "auto"), held)
     workloads: dict[str, Workload] = {name: make(name, config.vocab_size) for name in args.only}
     if args.uniform:

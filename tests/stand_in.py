@@ -158,7 +158,7 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
 
 def compile_gated_products(dtype: str) -> None:
     """Compile an MLP's gated products, for few rows and for many."""
-    from nanovllm.kernels.activation import MANY, takes_hopper_kernel
+    from nanovllm.kernels.products.gated import MANY, takes_hopper_kernel
     from nanovllm.kernels.products.hopper_gated import hopper_gated
     from nanovllm.tensors.fp8 import FP8, Codes
 

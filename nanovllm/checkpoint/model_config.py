@@ -199,6 +199,11 @@ class ModelConfig:
         return any(layer.rope is None for layer in self.layers)
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether the checkpoint has its experts in MXFP4."""
+        return self.experts is not None and self.experts.is_mxfp4
+
+    @property
     def ropes(self) -> list[RopeParameters]:
         """The rotary embeddings of the layers, each once."""
         return list(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))

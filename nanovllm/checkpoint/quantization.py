@@ -1,9 +1,9 @@
 """`Quantization`: the modules of a checkpoint that are quantised, and their format.
 
 config.json names a method, which determines the format (`fp8.py`, `int8.py`, `int4.py`), and lists
-modules
-that it leaves as they were, in 16 bits. "auto-round" names one of the other formats, and has a
-table of modules that differ. A module that is quantised in any other way is refused by its name.
+modules that it leaves as they were, in 16 bits. "auto-round" names one of the other formats, and
+has a table of modules that differ. A module that is quantised in any other way is refused by its
+name.
 """
 
 from collections.abc import Iterable

@@ -182,9 +182,8 @@ def collect_model(name: str) -> dict[str, Any]:
     from nanovllm.sizing.model_size import model_size, states
 
     config = ModelConfig.from_pretrained(checkpoint_directory(name, None, weights=False))
-    itemsize, held = 4 if config.dtype == "float32" else 2, format_of(config.quantization)
-    if config.experts is not None and config.experts.is_mxfp4:
-        held = "mxfp4"
+    itemsize = 4 if config.dtype == "float32" else 2
+    held = "mxfp4" if config.is_mxfp4 else format_of(config.quantization)
     sizes, matrices = itemsizes(config, itemsize, "auto", held), model_size(config)
     attending = [layer for layer in config.layers if layer.rope is not None]
     embedding = 0 if config.tie_word_embeddings else matrices.head

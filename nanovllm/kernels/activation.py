@@ -8,22 +8,14 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.device_features import (
-    can_describe,
-    has_own_kernels,
     launch_dependents,
     pdl_options,
     spare_rows,
     wait,
 )
 from nanovllm.kernels.fp8 import empty_codes, store_codes
-from nanovllm.tensors.fp8 import FP8, Codes
-from nanovllm.tensors.int4 import Int4Codes
+from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
-
-# Bytes of an input column (1,024 rows in 16 bits, 2,048 in FP8) from which the product for Hopper
-# makes steps faster; single products in FP8 take up to 8 % more (docs/experiments.md, 44).
-MANY = 2048
-Matrix = torch.Tensor | Codes | Int4Codes
 
 
 @triton.jit
@@ -116,39 +108,6 @@ def gate(
         if act_block is None
         else quantized_act_and_mul(x, gelu, act_block)
     )
-
-
-def takes_hopper_kernel(
-    num_rows: int, weight: Matrix, dtype: torch.dtype, bias: torch.Tensor | None
-) -> bool:
-    """Whether `hopper_gated` can multiply `num_rows` rows by a weight of gate and up projections:
-    it needs whole tiles, in the results' `dtype` of 16 bits or in FP8 with one scale per row.
-    """
-    if isinstance(weight, Codes) and weight.block[0] == 1:
-        weight = weight.codes
-    if bias is not None or not isinstance(weight, torch.Tensor):
-        return False
-    (N, K), size = weight.shape, weight.element_size()
-    fits = N % 256 == K * size % 128 == 0 and num_rows * size >= MANY
-    known = dtype.itemsize == 2 and weight.dtype in (dtype, FP8)
-    return fits and known and has_own_kernels(weight)
-
-
-def gated_product(
-    x: torch.Tensor | Codes,
-    weight: Matrix,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    gelu: bool,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """`hopper_gated`, if it can run; None: a product, and `gate` after it, must be used instead."""
-    if isinstance(weight, Int4Codes) or not takes_hopper_kernel(len(x), weight, dtype, bias):
-        return None
-    from nanovllm.kernels.products.hopper_gated import hopper_gated
-
-    described = can_describe(x.codes if isinstance(x, Codes) else x)
-    return hopper_gated(x, weight, dtype, gelu, out) if described else None
 
 
 def _launch(

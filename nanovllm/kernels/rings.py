@@ -61,15 +61,6 @@ def wait_left(ring, n):
     return n % STAGES
 
 
-@gluon.jit
-def activate(x, GELU: gl.constexpr):
-    """See `activation.activate`."""
-    y = x
-    if GELU:
-        y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + gl.exp2(y * -1.4426950408889634))
-
-
 def tiles_of(x: torch.Tensor, rows: int, columns: int) -> Any:
     """A TMA descriptor of the matrix x for tiles of rows x columns. Beyond the matrix, reads give 0
     and writes have no effect.

@@ -14,7 +14,6 @@ from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
 from nanovllm.layers.linear import LinearBase, make_weight
 from nanovllm.layers.sequence_parallel import sum_over_ranks, whole_rows
-from nanovllm.layers.weights import mxfp4
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.int4 import Int4Weight
 from nanovllm.layers.weights.mxfp4 import Mxfp4Weight
@@ -22,13 +21,11 @@ from nanovllm.layers.weights.quantized import QuantizedWeight
 from nanovllm.layers.weights.shard import Part, Shard, StackedShard, ZeroShard
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.mxfp4 import BLOCK
-from nanovllm.utils.device import MIN_CAPABILITY, capability
 
 if TYPE_CHECKING:
     from nanovllm.kernels.experts.weights import ExpertWeights
 
 
-HALF = torch.bfloat16, torch.float16
 # `Router.choose`
 Choose: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -90,17 +87,14 @@ class Experts(Layer):
         self.facts, self.build = facts, build
         self.gelu = ACTIVATIONS[config.hidden_act]
         self.outputs, self.num_experts = Part.whole(M), facts.num_experts + facts.has_shared
-        in_mxfp4 = facts.is_mxfp4 and _multiplies_mxfp4(build)
+        E, group = self.num_experts, build.group
         self.part = (
-            Part.blocks(facts.intermediate_size, BLOCK, build.group)
-            if in_mxfp4
-            else Part.equal(facts.intermediate_size, build.group)
+            Part.blocks(facts.intermediate_size, BLOCK, group)
+            if facts.is_mxfp4
+            else Part.equal(facts.intermediate_size, group)
         )
-        E, I = self.num_experts, len(self.part.held)
-        both = [
-            Mxfp4Weight(rows, cols, build.dtype) if in_mxfp4 else _weight(rows, cols, facts, build)
-            for rows, cols in ((E * 2 * I, M), (E * M, I))
-        ]
+        I = len(self.part.held)
+        both = [_weight(*shape, facts, build) for shape in ((E * 2 * I, M), (E * M, I))]
         codes = [weight for weight in both if isinstance(weight, QuantizedWeight)]
         if not all(weight.has_kernels for weight in codes):  # their kernels share tiles
             for weight in codes:
@@ -199,20 +193,14 @@ def _weight(num_rows: int, num_cols: int, facts: ExpertConfig, build: Build) -> 
     """A weight for one projection of all experts of a layer, in the format of all of these. Experts
     that a checkpoint has in one tensor are not quantised there.
     """
+    if facts.is_mxfp4:
+        return Mxfp4Weight(num_rows, num_cols, build.dtype, build.fused)
     if facts.packed and build.quantization != WHILE_LOADING:
         build = build._replace(quantization=None)
     weight = make_weight(num_rows, num_cols, facts.modules(build.path), build)
     if isinstance(weight, Fp8Weight) and weight.act_block is None:
         weight.kernels = None  # our kernels for experts accept codes only where tensor cores do
     return weight
-
-
-def _multiplies_mxfp4(build: Build) -> bool:
-    """Whether our kernels multiply by experts in MXFP4."""
-    device = torch.get_default_device()
-    if not build.fused or build.dtype not in HALF:
-        return False
-    return device.type != "cuda" or capability(device.index) >= MIN_CAPABILITY
 
 
 def _activate(x: torch.Tensor, gelu: bool, limit: float) -> torch.Tensor:
@@ -281,12 +269,7 @@ class PackedExperts(Experts):
             if isinstance(weight, Mxfp4Weight):
                 yield from weight.stacked_shards(f"{path}.{name}", parts)
                 continue
-            values = self.of_each(weight)
-            if self.facts.is_mxfp4:
-                yield f"{path}.{name}_blocks", mxfp4.BlocksShard(values, parts)
-                yield f"{path}.{name}_scales", mxfp4.ScalesShard(values, parts)
-            else:
-                yield f"{path}.{name}", Shard(values.mT, (experts, columns, rows))
+            yield f"{path}.{name}", Shard(self.of_each(weight).mT, (experts, columns, rows))
         assert self.gate_up_bias is not None and self.down_bias is not None
         yield f"{path}.gate_up_proj_bias", Shard(self.gate_up_bias.data, (experts, gate_up))
         yield f"{path}.down_proj_bias", Shard(self.down_bias.data, (experts, outputs))

@@ -353,9 +353,9 @@ def load_dummy(model: nn.Module, seed: int) -> None:
                 shard.target.fill_(1.0)
             else:
                 dtype = shard.target.dtype
-                if not dtype.is_floating_point or dtype.itemsize == 1:  # codes
-                    dtype = torch.float32
                 shape = [part.total for part in shard.parts]
+                if not dtype.is_floating_point or dtype.itemsize == 1:  # codes
+                    dtype = torch.float32 if len(shape) < 3 else torch.bfloat16  # of all experts
                 whole = torch.empty(shape, dtype=dtype, device=device)
                 shard.put(shard.read(whole.normal_(0.0, 0.02, generator=generator)))
 

@@ -131,7 +131,7 @@ def model_size(config: ModelConfig) -> ModelSize:
     share = 0.0 if experts is None else experts.num_experts_per_tok / experts.num_experts
     counts: Counter[tuple[bool, bool]] = Counter()  # by whether it is plain, and of experts
     for modules, size, is_sparse in matrices(config):
-        if experts is not None and experts.is_mxfp4:
+        if config.is_mxfp4:
             is_plain = not is_sparse
         else:
             is_plain = modules is None or (found is not None and found.of(modules) is None)

@@ -27,7 +27,7 @@ def values_of(codes: torch.Tensor) -> torch.Tensor:
 
 def quantize(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes [N, K] and the exponents [N, K / BLOCK] of numbers [N, K], both uint8: each block's
-    largest number has one of the largest two exponents.
+    largest number becomes 4 or 6.
     """
     blocks = numbers.float().unflatten(1, (-1, BLOCK))
     _, exponents = torch.frexp(blocks.abs().amax(2))  # of a mantissa in [0.5, 1)
@@ -65,7 +65,7 @@ class Mxfp4Codes:
         """The dequantised values [N, K]."""
         codes = unpack(self.data.transpose(0, 1).flatten(1), BLOCK)
         exponents = self.exponents.transpose(0, 1).flatten(1).int()
-        powers = torch.ldexp(torch.ones(()), exponents - BIAS)
+        powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - BIAS)
         values = values_of(codes).unflatten(1, (-1, BLOCK)) * powers[..., None]
         return values.flatten(1)[:, : self.num_cols].to(dtype)
 

@@ -133,9 +133,9 @@ def test_log_probabilities_of_large_and_small_steps(
     products, of a few hundred, and graph decode; of so many that owners sum, on more than two. With
     three bits of mantissa, where bf16 has seven, within 16 times as much.
     """
-    from nanovllm.kernels import activation
     from nanovllm.kernels.all_reduce import sums_by_owner
     from nanovllm.kernels.device_features import has_own_kernels
+    from nanovllm.kernels.products import gated
 
     rng = random.Random(SEED)
     taps: list[torch.Tensor] = []
@@ -148,14 +148,14 @@ def test_log_probabilities_of_large_and_small_steps(
         return forward(head, hidden, *out)
 
     monkeypatch.setattr(ParallelLMHead, "forward", tapped)
-    rows, gated_product = [], activation.gated_product
+    rows, gated_product = [], gated.gated_product
 
     def spy(x: Any, *args: Any) -> Any:
         out = gated_product(x, *args)
         rows.append(len(x) if out is not None else 0)
         return out
 
-    monkeypatch.setattr(activation, "gated_product", spy)
+    monkeypatch.setattr(gated, "gated_product", spy)
     path, exact = partly_in_fp8 if mode == "partly in fp8" else (wide, wide)
     reference = Qwen3ForCausalLM.from_pretrained(exact, torch_dtype=torch.bfloat16).cuda()
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -199,7 +199,7 @@ def test_log_probabilities_of_large_and_small_steps(
                 assert float((wanted.max(-1).values - wanted[steps, out]).max()) < most
         assert llm.metrics()["num_graph_replays"] > 0
     if size == 2 and has_own_kernels(buffer):  # parts of more have fewer rows than FP8 wants
-        assert max(rows) > activation.MANY
+        assert max(rows) > gated.MANY
     print(size, mode, "largest difference of a log-probability:", worst)
     assert worst < most
 

@@ -16,9 +16,10 @@ from nanovllm.checkpoint.fp8 import Fp8
 from nanovllm.compiling.rehearsal import ROWS
 from nanovllm.kernels import activation
 from nanovllm.kernels import device_features as hopper
-from nanovllm.kernels.activation import MANY, takes_hopper_kernel
 from nanovllm.kernels.fp8 import quantize
+from nanovllm.kernels.products import gated
 from nanovllm.kernels.products import hopper_gated as gated_hopper
+from nanovllm.kernels.products.gated import MANY, takes_hopper_kernel
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.weight import Gate, PlainWeight
 from nanovllm.tensors.fp8 import FP8, Codes
@@ -143,7 +144,7 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             results = results or torch.bfloat16
         return takes_hopper_kernel(T, weight, results or dtype, bias)
 
-    monkeypatch.setattr(activation, "has_own_kernels", lambda x: True)
+    monkeypatch.setattr(gated, "has_own_kernels", lambda x: True)
     assert taken() and taken(K=64) and taken(dtype=torch.float16)
     assert taken(T=MANY, dtype=FP8) and not taken(T=MANY - 1, dtype=FP8)
     assert not taken(T=MANY // 2 - 1) and not taken(N=384) and not taken(K=96)
@@ -157,7 +158,7 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_hopper, "hopper_gated", lambda x, *args: products.append(len(x)))
     x = torch.empty(MANY, 136, dtype=torch.bfloat16)
     for begin in (0, 1, 8):  # TMA wants rows that begin at multiples of 16 bytes
-        activation.gated_product(x[:, begin : begin + 128], weight, x.dtype, None, False)
+        gated.gated_product(x[:, begin : begin + 128], weight, x.dtype, None, False)
     assert products == [MANY] * 2
-    monkeypatch.setattr(activation, "has_own_kernels", lambda x: False)
+    monkeypatch.setattr(gated, "has_own_kernels", lambda x: False)
     assert not taken()

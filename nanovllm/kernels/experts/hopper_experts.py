@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.kernels.experts.routing import sort_pairs
 from nanovllm.kernels.products.hopper_packed import (
@@ -26,7 +27,7 @@ from nanovllm.kernels.products.hopper_packed import (
     packed,
     ring_sizes,
 )
-from nanovllm.kernels.rings import activate, tiles_of
+from nanovllm.kernels.rings import tiles_of
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.tensors.mxfp4 import Mxfp4Codes
 from nanovllm.utils.device import num_multiprocessors
@@ -163,11 +164,7 @@ def _write_gated(
         ptrs = bias_ptr + expert * 2 * I + outputs
         gate += gl.expand_dims(gl.load(ptrs, outputs < I, 0.0).to(gl.float32), 1)
         up += gl.expand_dims(gl.load(ptrs + I, outputs < I, 0.0).to(gl.float32), 1)
-    if LIMIT > 0:  # see `activation.activate_and_mul`
-        gate, up = gl.minimum(gate, LIMIT), gl.maximum(gl.minimum(up, LIMIT), -LIMIT)
-        inner = gate / (1.0 + gl.exp2(gate * (-1.702 * 1.4426950408889634))) * (up + 1.0)
-    else:
-        inner = activate(gate, GELU) * up
+    inner = activate_and_mul(gate, up, GELU, LIMIT)
     ptrs = out_ptr + gl.expand_dims(rows.to(gl.int64) * I, 0) + gl.expand_dims(outputs, 1)
     there = gl.expand_dims(rows < end, 0) & gl.expand_dims(outputs < I, 1)
     gl.store(ptrs, inner.to(out_ptr.dtype.element_ty), there)
@@ -196,7 +193,7 @@ def _write_weighted(
 def _multiply(
     rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T, outputs, output_tiles,
     chunks, rows, step, N,
-    WARPS: gl.constexpr, K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr,
+    SIDE: gl.constexpr, K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr,
     GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr,
     BLOCK_T: gl.constexpr, BF16: gl.constexpr, E2M1: gl.constexpr, GATED: gl.constexpr,
     GELU: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr,
@@ -209,10 +206,10 @@ def _multiply(
             item, starts_ptr, output_tiles, experts, WIDTH, BLOCK_T, ONE
         )
         acc, acc2, n = add_chunks(
-            rings, n, words_ptr, expert * rows + output, 0, chunks, N, step, WARPS,
+            rings, n, words_ptr, expert * rows + output, 0, chunks, N, step, SIDE,
             GROUP, P, PARTS, BF16, E2M1,
         )  # fmt: skip
-        output += WARPS * _HALF
+        output += SIDE * _HALF
         if GATED:
             _write_gated(
                 acc, acc2, bias_ptr, out_ptr, expert, row, end, output, outputs, GELU, LIMIT

@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.rings import (
-    activate,
     async_load,
     async_store,
     leave,
@@ -102,7 +102,7 @@ def _multiply(
             gates *= gl.expand_dims(gl.load(scales_ptr + cols), 0) * x_scales
             ups *= gl.expand_dims(gl.load(scales_ptr + I + cols), 0) * x_scales
         tma.store_wait(0)  # for the write of the previous tile
-        out.store((activate(gates, GELU) * ups).to(out.dtype))
+        out.store(activate_and_mul(gates, ups, GELU, 0).to(out.dtype))
         fence_async_shared()
         async_store(out_desc, [row, gate], out)
     tma.store_wait(0)
@@ -142,7 +142,7 @@ def hopper_gated(
     gelu: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`act(gate) * up`, if `activation.takes_hopper_kernel`.
+    """`act(gate) * up`, if `gated.takes_hopper_kernel`.
 
     Args:
         x: [T, K]; with a weight of codes also `Codes`, with one scale per row.

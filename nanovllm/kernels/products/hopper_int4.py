@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import pdl_options
 from nanovllm.kernels.products.hopper_packed import (
     OUTPUTS,
@@ -25,7 +26,7 @@ from nanovllm.kernels.products.hopper_packed import (
 )
 from nanovllm.kernels.products.linear import MAX_ROWS
 from nanovllm.kernels.products.tiles import SPLITS, empty_parts
-from nanovllm.kernels.rings import activate, tiles_of
+from nanovllm.kernels.rings import tiles_of
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import num_multiprocessors
 from nanovllm.utils.integers import cdiv
@@ -125,7 +126,7 @@ def _write(
             bias = gl.load(bias_ptr + step + outputs, used, 0.0).to(gl.float32)
             acc2 += gl.expand_dims(bias, 1)
     if GATED:
-        acc = activate(acc, GELU) * acc2
+        acc = activate_and_mul(acc, acc2, GELU, 0)
     width = step if GATED else N
     ptrs = out_ptr + gl.expand_dims((split * T + rows).to(gl.int64) * width, 0)
     ptrs += gl.expand_dims(outputs, 1)
@@ -138,7 +139,7 @@ def _write(
 @gluon.jit
 def _multiply(
     rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles, group, step, span,
-    WARPS: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
+    SIDE: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
     WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, BF16: gl.constexpr, GATED: gl.constexpr,
     GELU: gl.constexpr,
 ):  # fmt: skip
@@ -148,11 +149,11 @@ def _multiply(
         row, output, split = _place_of(item, row_tiles, output_tiles, group, WIDTH, BLOCK_T)
         begin, end = split * span, (split + 1) * span
         acc, acc2, n = add_chunks(
-            rings, n, words_ptr, output, begin, end, N, step, WARPS, GROUP, P, PARTS, BF16,
+            rings, n, words_ptr, output, begin, end, N, step, SIDE, GROUP, P, PARTS, BF16,
             False,
         )  # fmt: skip
         _write(
-            acc, acc2, bias_ptr, out_ptr, row, output + WARPS * _HALF, split, T, N, step, PARTS,
+            acc, acc2, bias_ptr, out_ptr, row, output + SIDE * _HALF, split, T, N, step, PARTS,
             BLOCK_T, GATED, GELU,
         )  # fmt: skip
 

@@ -37,9 +37,6 @@ ROOM = 208 << 10  # bytes of shared memory for rings
 MAX_STAGES = 8
 _OUTPUTS = gl.constexpr(OUTPUTS)
 _HALF = gl.constexpr(OUTPUTS // 2)
-_BF16_LOWER, _BF16_UPPER = int4.BF16_LOWER, int4.BF16_UPPER
-_FP16_LOWER, _FP16_UPPER = int4.FP16_LOWER, int4.FP16_UPPER
-_E2M1_LOWER, _E2M1_UPPER = mxfp4.LOWER, mxfp4.UPPER
 
 
 class Packed(NamedTuple):
@@ -106,6 +103,8 @@ def copy_chunks(
     Args:
         n: uses of the ring of weights before.
         row, output: first row of the activations, and of the weights.
+        begin, end: chunks of columns.
+        N: rows of the weights.
         step: weights between the two parts of a tile.
 
     Returns:
@@ -138,45 +137,12 @@ def copy_chunks(
 
 
 @gluon.jit
-def _scale_of(word, BF16: gl.constexpr):
-    dtype: gl.constexpr = gl.bfloat16 if BF16 else gl.float16
-    return gl.expand_dims((word & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True), 1)
-
-
-@gluon.jit
-def _power_of(word):
-    """See `mxfp4.unpack_pair`."""
-    power = (((word & 255) + 126) << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return gl.expand_dims(power, 1)
-
-
-@gluon.jit
-def _unpack(codes, word, LAST: gl.constexpr, BF16: gl.constexpr, E2M1: gl.constexpr):
-    """See `int4.unpack_pair` and `mxfp4.unpack_pair`."""
+def _unpack(codes, word, UPPER: gl.constexpr, BF16: gl.constexpr, E2M1: gl.constexpr):
+    """The values of two planes, the first two or (UPPER) the others."""
     if E2M1:
-        if LAST:
-            word = word >> 16
-        first_power, codes = gl.broadcast(_power_of(word), codes)
-        second_power, codes = gl.broadcast(_power_of(word >> 8), codes)
-        return gl.inline_asm_elementwise(
-            _E2M1_UPPER if LAST else _E2M1_LOWER, "=&r,=&r,r,r,r",
-            [codes, first_power, second_power], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
-            pack=2,
-        )  # fmt: skip
+        return mxfp4.unpack_pair(codes, word, UPPER, True)
     else:
-        scale = _scale_of(word >> 16, BF16)
-        minus, codes = gl.broadcast(_scale_of(word, BF16), codes)
-        if BF16:
-            first, second = gl.inline_asm_elementwise(
-                _BF16_UPPER if LAST else _BF16_LOWER, "=&r,=&r,r,r", [codes, minus],
-                dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            first, second = gl.inline_asm_elementwise(
-                _FP16_UPPER if LAST else _FP16_LOWER, "=&r,=&r,r,r", [codes, minus],
-                dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
-        return first * scale, second * scale
+        return int4.unpack_pair(codes, word, UPPER, gl.bfloat16 if BF16 else gl.float16, True)
 
 
 @gluon.jit
@@ -201,7 +167,7 @@ def _words_of(
 @gluon.jit
 def add_chunks(
     rings, n, words_ptr, output, begin, end, N, step,
-    WARPS: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
+    SIDE: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
     BF16: gl.constexpr, E2M1: gl.constexpr,
 ):  # fmt: skip
     """The sums of a group's outputs over the chunks from `begin` to `end`.
@@ -211,7 +177,7 @@ def add_chunks(
         output: first output of the tile.
         N: all outputs; a tile may reach beyond the last.
         step: outputs between the two parts of a tile.
-        WARPS: the group's number.
+        SIDE: the group's half of the outputs: 0 or 1.
 
     Returns:
         The sums [OUTPUTS / 2, BLOCK_T] float32 of the first part and of the second (0 if there is
@@ -223,24 +189,24 @@ def add_chunks(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     acc = gl.zeros([_HALF, BLOCK_T], gl.float32, SUMS)
     acc2 = gl.zeros([_HALF, BLOCK_T], gl.float32, SUMS)
-    rows = output + WARPS * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LEFT))
+    rows = output + SIDE * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LEFT))
     words = words_ptr + gl.minimum(rows, N - 1)
     words2 = words_ptr + gl.minimum(rows + step, N - 1)
     word = _words_of(words, words2, begin, N, GROUP, P, PARTS, E2M1)
     for chunk in range(begin, end):
         following = gl.minimum(chunk + 1, end - 1)
         ahead = _words_of(words, words2, following, N, GROUP, P, PARTS, E2M1)
-        packed = weights[0].index(wait_full(weights, n))
+        buffer = weights[0].index(wait_full(weights, n))
         for half in gl.static_range(2):
             x = inputs[0].index(wait_full(inputs, 2 * n + half))
             x1 = x.slice(0, BLOCK_T).permute((1, 0))
             x2 = x.slice(BLOCK_T, BLOCK_T).permute((1, 0))
-            codes = packed.slice(WARPS * _HALF, _HALF).load(LEFT)
+            codes = buffer.slice(SIDE * _HALF, _HALF).load(LEFT)
             a1, a2 = _unpack(codes, word[half], half == 1, BF16, E2M1)
             later = warpgroup_mma(a1, x1, acc, is_async=True)
             later = warpgroup_mma(a2, x2, later, is_async=True)
             if PARTS == 2:
-                codes = packed.slice(_OUTPUTS + WARPS * _HALF, _HALF).load(LEFT)
+                codes = buffer.slice(_OUTPUTS + SIDE * _HALF, _HALF).load(LEFT)
                 b1, b2 = _unpack(codes, word[2 + half], half == 1, BF16, E2M1)
                 later2 = warpgroup_mma(b1, x1, acc2, is_async=True)
                 later2 = warpgroup_mma(b2, x2, later2, is_async=True)

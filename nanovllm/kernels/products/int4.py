@@ -31,10 +31,10 @@ def _unpacking(first: int, exponent: int, add: str) -> tl.constexpr:
 
 # An addition in bfloat16 is a product by 1 and an addition, for GPUs before Hopper.
 _BF16_ADD, _FP16_ADD = "fma.rn.bf16x2 ${plane}, code, one, $3", "add.rn.f16x2 ${plane}, code, $3"
-BF16_LOWER = _unpacking(0, 0x43004300, _BF16_ADD)
-BF16_UPPER = _unpacking(4, 0x43004300, _BF16_ADD)
-FP16_LOWER = _unpacking(0, 0x64006400, _FP16_ADD)
-FP16_UPPER = _unpacking(4, 0x64006400, _FP16_ADD)
+_BF16_LOWER = _unpacking(0, 0x43004300, _BF16_ADD)
+_BF16_UPPER = _unpacking(4, 0x43004300, _BF16_ADD)
+_FP16_LOWER = _unpacking(0, 0x64006400, _FP16_ADD)
+_FP16_UPPER = _unpacking(4, 0x64006400, _FP16_ADD)
 
 
 @triton.jit
@@ -73,12 +73,12 @@ def _codes_of_pair(words, minus, UPPER: tl.constexpr, ASM: tl.constexpr):
     """Codes minus zero point, exactly, in the dtype of `minus`."""
     if ASM and minus.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            BF16_UPPER if UPPER else BF16_LOWER, "=&r,=&r,r,r", [words, minus],
+            _BF16_UPPER if UPPER else _BF16_LOWER, "=&r,=&r,r,r", [words, minus],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     elif ASM:
         return tl.inline_asm_elementwise(
-            FP16_UPPER if UPPER else FP16_LOWER, "=&r,=&r,r,r", [words, minus],
+            _FP16_UPPER if UPPER else _FP16_LOWER, "=&r,=&r,r,r", [words, minus],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:

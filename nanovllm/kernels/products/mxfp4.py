@@ -32,30 +32,30 @@ def _shift(first: int, target: int) -> str:
     return f"{name}{'.b32' if name == 'shl' else ''} moved, $2, {by};"
 
 
-LOWER, UPPER = _unpacking(0), _unpacking(4)
+_LOWER, _UPPER = _unpacking(0), _unpacking(4)
 
 
 @triton.jit
-def unpack_pair(packed, word, LAST: tl.constexpr, ASM: tl.constexpr):
-    """The values of two planes, the first two or (LAST) the others: [N, P] bfloat16 each.
+def unpack_pair(packed, word, UPPER: tl.constexpr, ASM: tl.constexpr):
+    """The values of two planes, the first two or (UPPER) the others: [N, P] bfloat16 each.
 
     Args:
         packed: [N, P] int16.
         word: [N] int32, the exponents of each row's four planes, at most `MAX_EXPONENT`.
         ASM: whether to use instructions of NVIDIA GPUs.
     """
-    if LAST:
+    if UPPER:
         word = word >> 16
     first_power, packed = tl.broadcast(_power(word)[:, None], packed)
     second_power, packed = tl.broadcast(_power(word >> 8)[:, None], packed)
     if ASM:
         return tl.inline_asm_elementwise(
-            UPPER if LAST else LOWER, "=&r,=&r,r,r,r", [packed, first_power, second_power],
+            _UPPER if UPPER else _LOWER, "=&r,=&r,r,r,r", [packed, first_power, second_power],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        first = _value(packed, _THIRD if LAST else _FIRST)
-        second = _value(packed, _FOURTH if LAST else _SECOND)
+        first = _value(packed, _THIRD if UPPER else _FIRST)
+        second = _value(packed, _FOURTH if UPPER else _SECOND)
         first *= first_power.to(tl.float32) * 2.0**-126
         second *= second_power.to(tl.float32) * 2.0**-126
         return first.to(tl.bfloat16), second.to(tl.bfloat16)

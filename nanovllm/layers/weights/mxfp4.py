@@ -1,5 +1,5 @@
 """`Mxfp4Weight`: the matrices of experts in MXFP4 (`tensors.mxfp4`), and the shards of checkpoints
-that fill it, or a tensor of values.
+that fill it.
 
 Checkpoints have two codes in a byte, the first in its lower half. gpt-oss stores its experts so.
 """
@@ -23,49 +23,10 @@ from nanovllm.tensors.mxfp4 import (
     packed,
     packed_exponents,
     quantize,
-    values_of,
 )
+from nanovllm.utils.device import MIN_CAPABILITY, capability
 
-
-class BlocksShard(Shard):
-    """The codes of a tensor [E, rows, columns], which fill it as values."""
-
-    dtypes = "U8", "I8", "F8_E8M0"  # bytes
-
-    @property
-    def full_shape(self) -> list[int]:
-        *shape, columns = super().full_shape
-        return [*shape, columns // BLOCK, BLOCK // 2]
-
-    def fill(self, source: Any) -> None:
-        for i, target in enumerate(self.target):  # one matrix at a time: unpacked, they are large
-            numbers = self.decode(source[i].view(torch.uint8).to(target.device))
-            self.put_matrix(target, Shard(target, self.parts[1:]).read(numbers))
-
-    def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Unpack the bytes of a matrix to float32 values."""
-        return values_of(codes_of(stored))
-
-    def put_matrix(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Fill a matrix of the target."""
-        target.copy_(numbers)
-
-
-class ScalesShard(BlocksShard):
-    """The powers of two of these blocks, which multiply the values that are already filled in."""
-
-    comes_last = True
-
-    @property
-    def full_shape(self) -> list[int]:
-        return super().full_shape[:-1]
-
-    def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        ones = torch.ones_like(stored, dtype=torch.float32)
-        return torch.ldexp(ones, stored.int() - BIAS).repeat_interleave(BLOCK, -1)
-
-    def put_matrix(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
-        target.copy_(target * numbers)
+HALF = torch.bfloat16, torch.float16
 
 
 def codes_of(stored: torch.Tensor) -> torch.Tensor:
@@ -74,21 +35,28 @@ def codes_of(stored: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class CodesShard(BlocksShard):
-    """The same codes, which fill `Mxfp4Weight.data`.
+class CodesShard(Shard):
+    """The codes of a tensor [E, rows, columns], which fill `Mxfp4Weight.data`.
 
     Attributes:
         exponents: `Mxfp4Weight.exponents`, which dummies need.
     """
 
+    dtypes = "U8", "I8", "F8_E8M0"  # bytes
+
     exponents: torch.Tensor
+
+    @property
+    def full_shape(self) -> list[int]:
+        *shape, columns = super().full_shape
+        return [*shape, columns // BLOCK, BLOCK // 2]
 
     @property
     def targets(self) -> tuple[torch.Tensor, ...]:
         return self.target, self.exponents
 
     def fill(self, source: Any) -> None:
-        for i in self.parts[0].held:
+        for i in self.parts[0].held:  # one matrix at a time: unpacked, they are large
             codes = codes_of(source[i].view(torch.uint8).to(self.target.device))
             self._put(i, Shard(self.target, self.parts[1:]).read(codes))
 
@@ -102,22 +70,36 @@ class CodesShard(BlocksShard):
             _put_exponents(self.exponents, i, exponents)
 
 
-class ExponentsShard(ScalesShard):
-    """The exponents of these blocks, which fill `Mxfp4Weight.exponents`."""
+@dataclass(frozen=True)
+class ExponentsShard(Shard):
+    """The exponents of these blocks, which fill `Mxfp4Weight.exponents`.
+
+    Attributes:
+        most: largest exponent.
+    """
+
+    comes_last = True  # of dummies, `CodesShard` fills it
+    dtypes = CodesShard.dtypes
+
+    most: int
+
+    @property
+    def full_shape(self) -> list[int]:
+        *shape, columns = super().full_shape
+        return [*shape, columns // BLOCK]
 
     def check(self, name: str, source: Any) -> None:
         super().check(name, source)
-        most = int(source[...].view(torch.uint8).max())
-        if most > MAX_EXPONENT:
+        if int(source[...].view(torch.uint8).max()) > self.most:
             raise ValueError(
-                f"tensor {name} has scales above {2.0 ** (MAX_EXPONENT - BIAS):g}, which kernels "
-                "for MXFP4 do not support: use fused_kernels=False"
+                f"tensor {name} has scales above {2.0 ** (self.most - BIAS):g}, which kernels for "
+                "MXFP4 do not support: use fused_kernels=False"
             )
 
     def fill(self, source: Any) -> None:
         experts, rows, columns = self.parts
         held = columns.held
-        assert isinstance(held, range), "ranks divide columns evenly"
+        assert isinstance(held, range), "ranks hold whole blocks"
         blocks = Part(range(held.start // BLOCK, held.stop // BLOCK), columns.total // BLOCK)
         for i in experts.held:
             stored = source[i].view(torch.uint8)
@@ -137,21 +119,28 @@ class Mxfp4Weight(QuantizedWeight):
     Args:
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
+        fused: see `Weight`.
 
     Attributes:
         data, exponents: see `Mxfp4Codes`.
     """
 
     name = "mxfp4"
-    has_kernels = True
 
-    def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> None:
-        super().__init__(dtype, fused=True)
+    def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool) -> None:
+        super().__init__(dtype, fused)
         self.num_cols, chunks = num_cols, -(-num_cols // CHUNK)
         data = torch.zeros(chunks, num_rows, BLOCK, dtype=torch.int16)
         self.data = nn.Parameter(data, False)
         exponents = torch.zeros(chunks, num_rows, PLANES, dtype=torch.uint8)
         self.exponents = nn.Parameter(exponents, False)
+
+    @property
+    def has_kernels(self) -> bool:
+        if not self.fused or self.dtype not in HALF:
+            return False
+        device = self.data.device
+        return device.type != "cuda" or capability(device.index) >= MIN_CAPABILITY
 
     @property
     def num_rows(self) -> int:
@@ -168,4 +157,5 @@ class Mxfp4Weight(QuantizedWeight):
         columns.
         """
         yield f"{name}_blocks", CodesShard(self.data.data, parts, self.exponents.data)
-        yield f"{name}_scales", ExponentsShard(self.exponents.data, parts)
+        most = MAX_EXPONENT if self.has_kernels else 2 * BIAS
+        yield f"{name}_scales", ExponentsShard(self.exponents.data, parts, most)

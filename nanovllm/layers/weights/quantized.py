@@ -111,8 +111,8 @@ def _has_no_kernels(module: nn.Module) -> TypeGuard[QuantizedWeight]:
 
 
 def held_in(model: nn.Module) -> str:
-    """The format of a model's quantised matrices in memory, "fp8", "int4" or "mxfp4"; others are
-    of its dtype, as all are with "none".
+    """The format of a model's quantised matrices in memory, "fp8", "int8", "int4" or "mxfp4";
+    others are of its dtype, as all are with "none".
     """
     names = (module.name for module in model.modules() if isinstance(module, QuantizedWeight))
     return next(names, "none")

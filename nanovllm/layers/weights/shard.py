@@ -61,7 +61,7 @@ class Shard:
         parts: part of each dimension that fills the target.
     """
 
-    comes_last: ClassVar[bool] = False  # it changes a target that another shard has filled
+    comes_last: ClassVar[bool] = False  # another shard's targets include its own
     is_optional: ClassVar[bool] = False  # the checkpoint may lack it
     dtypes: ClassVar[tuple[str, ...]] = "F64", "F32", "F16", "BF16"  # as safetensors names them
 

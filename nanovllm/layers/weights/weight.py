@@ -183,7 +183,7 @@ class Weight(nn.Module):
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """The gated product of many rows by a kernel of its own, if there is one."""
-        from nanovllm.kernels.activation import gated_product
+        from nanovllm.kernels.products.gated import gated_product
 
         codes = self.codes
         assert not isinstance(codes, Mxfp4Codes), "experts have products of their own"
