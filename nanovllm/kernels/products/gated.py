@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.kernels.device_features import can_describe, has_own_kernels
+from nanovllm.kernels.products import int4_linear
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.int4 import Int4Codes
 
@@ -36,8 +37,21 @@ def gated_product(
     gelu: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """`hopper_gated`, if it can run; None: a product, and `gate` after it, must be used instead."""
-    if isinstance(weight, Int4Codes) or not takes_hopper_kernel(len(x), weight, dtype, bias):
+    """`act(gate) * up` by one kernel, if there is one; None: a product, and `activation.gate` after
+    it, must be used instead.
+
+    Args:
+        x: [T, K]
+        weight: [2 I, K], the gates first.
+        dtype: torch.dtype of the results.
+        bias: [2 I]; None: 0.
+        gelu: whether to activate by GELU (tanh), not SiLU.
+        out: [T, I], output buffer; None: a new one.
+    """
+    if isinstance(weight, Int4Codes):
+        assert isinstance(x, torch.Tensor), "it takes activations in 16 bits"
+        return int4_linear.gated(x, weight, bias, gelu, out)
+    if not takes_hopper_kernel(len(x), weight, dtype, bias):
         return None
     from nanovllm.kernels.products.hopper_gated import hopper_gated
 

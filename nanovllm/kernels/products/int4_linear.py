@@ -137,15 +137,7 @@ def gated(
     gelu: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """`act(gate) * up` of the product of many rows, by one kernel; None: there is none.
-
-    Args:
-        x: [T, K]
-        weight: [2 I, K], the gates first.
-        bias: [2 I]; None: 0.
-        gelu: whether to activate by GELU (tanh), not SiLU.
-        out: [T, I], output buffer; None: a new one.
-    """
+    """See `gated.gated_product`."""
     if not takes_hopper_kernel(x, weight) or len(weight) % 256:
         return None
     return _by_hopper(x, weight, bias, gelu=gelu, out=out)

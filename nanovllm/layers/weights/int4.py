@@ -14,8 +14,6 @@ from torch import nn
 from nanovllm.checkpoint.int4 import Int4
 from nanovllm.layers.weights.quantized import QuantizedWeight
 from nanovllm.layers.weights.shard import Part, Shard, UnheldShard
-from nanovllm.layers.weights.weight import NO_CODES
-from nanovllm.tensors.fp8 import Codes
 from nanovllm.tensors.int4 import OFFSETS, PLANES, ZERO, Int4Codes, pack, plane_size
 
 IN_WORD = 8  # codes in an int32
@@ -186,18 +184,6 @@ class Int4Weight(QuantizedWeight):
     @property
     def codes(self) -> Int4Codes:
         return Int4Codes(self.data, self.scales, self.format.group)
-
-    def gated_rows(
-        self,
-        x: torch.Tensor | Codes,
-        bias: torch.Tensor | None,
-        gelu: bool,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        from nanovllm.kernels.products import int4_linear
-
-        assert isinstance(x, torch.Tensor), NO_CODES
-        return int4_linear.gated(x, self.codes, bias, gelu, out)
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part

@@ -148,13 +148,16 @@ class Weight(nn.Module):
     ) -> torch.Tensor | Codes | None:
         """The gated product by a kernel that makes both at once, if there is one."""
         from nanovllm.kernels.fp8 import quantize
+        from nanovllm.kernels.products.gated import gated_product
 
         assert out is None or gate.next_block is None, "`out` has no codes"
         if len(x) == 1 and isinstance(x, torch.Tensor) and out is None:
             row = self.gated_row(x, bias, gate.gelu)
             if row is not None:
                 return row
-        gated = self.gated_rows(x, bias, gate.gelu, out)
+        codes = self.codes
+        assert not isinstance(codes, Mxfp4Codes), "experts have products of their own"
+        gated = gated_product(x, codes, self.dtype, bias, gate.gelu, out)
         if gated is None or gate.next_block is None:
             return gated
         return quantize(gated, gate.next_block)
@@ -174,20 +177,6 @@ class Weight(nn.Module):
     ) -> torch.Tensor | None:
         """The gated product of a single row by a kernel of its own, if there is one."""
         return None
-
-    def gated_rows(
-        self,
-        x: torch.Tensor | Codes,
-        bias: torch.Tensor | None,
-        gelu: bool,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """The gated product of many rows by a kernel of its own, if there is one."""
-        from nanovllm.kernels.products.gated import gated_product
-
-        codes = self.codes
-        assert not isinstance(codes, Mxfp4Codes), "experts have products of their own"
-        return gated_product(x, codes, self.dtype, bias, gelu, out)
 
 
 class PlainWeight(Weight):
