@@ -57,9 +57,23 @@ def _qwen3_5(*sizes: int, **others: Any) -> dict[str, Any]:
     }
 
 
-DUMMY_INT4: dict[str, dict[str, Any]] = {  # like published checkpoints in 4 bits
+_INT8 = {"type": "int", "num_bits": 8, "symmetric": True}
+# Like published checkpoints: in 4 bits, and in INT8 with activations in INT8.
+DUMMY_QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": _INT8 | {"strategy": "channel"},
+                "input_activations": _INT8 | {"strategy": "token", "dynamic": True},
+            }
+        },
+    },
 }
 # Positional arguments are those of _SIZES: vocabulary, hidden, layers, heads, KV heads, ...
 SHAPES: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import TINY, SamplingParams
-from nanovllm.benchmark.shapes import DUMMY_INT4, SHAPES
+from nanovllm.benchmark.shapes import DUMMY_QUANTIZATIONS, SHAPES
 from nanovllm.cli.options import add_engine_options, engine_options, new_file, positive, rate
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
         return
     with tempfile.TemporaryDirectory() as directory:
         config = SHAPES[args.dummy]
-        if quantization := DUMMY_INT4.get(options.get("quantization") or ""):
+        if quantization := DUMMY_QUANTIZATIONS.get(options.get("quantization") or ""):
             config = config | {"quantization_config": quantization}
         (Path(directory) / "config.json").write_text(json.dumps(config))
         yield directory, {**options, "load_format": "dummy"}

@@ -904,6 +904,39 @@ def test_a_quantised_checkpoint_is_measured_as_it_is(
     assert result["results"].keys() == kept
 
 
+@pytest.mark.parametrize(
+    ("quantization", "bits"), [(None, 16), ("fp8", 8), ("compressed-tensors", 8), ("awq", 4)]
+)
+def test_dummies_are_in_as_many_bits(
+    quantization: str | None,
+    bits: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A thousand steps of one sequence read all weights of the 8B shape, the head in 16 bits or in
+    8.
+    """
+    options = () if quantization is None else ("--quantization", quantization)
+    run(
+        roofline.main,
+        monkeypatch,
+        "--dummy",
+        "qwen3-8b",
+        "--only",
+        "bs1",
+        "--uniform",
+        "1",
+        "1",
+        "1001",
+        *options,
+    )
+    line = next(line for line in capsys.readouterr().out.splitlines() if "uniform" in line)
+    seconds = float(line.split("decode")[1].split()[0])
+    head = 151936 * 4096 * (1 if quantization == "fp8" else 2)
+    matrices = 36 * 4096 * (6144 + 4096 + 3 * 12288) * bits / 8
+    assert seconds == pytest.approx(1000 * (head + matrices) / 4.3e12, rel=0.05)
+
+
 def test_accuracy_of_experts_in_4_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
