@@ -905,11 +905,11 @@ def test_a_quantised_checkpoint_is_measured_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("quantization", "bits"), [(None, 16), ("fp8", 8), ("compressed-tensors", 8), ("awq", 4)]
+    ("quantization", "bits"), [(None, 16), ("fp8", 8), ("compressed-tensors", 8), ("awq", 4.25)]
 )
 def test_dummies_are_in_as_many_bits(
     quantization: str | None,
-    bits: int,
+    bits: float,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
