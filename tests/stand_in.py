@@ -175,8 +175,10 @@ def compile_gated_products(dtype: str) -> None:
         hopper_gated(matrix(rows), weight, half, False)
 
 
-def compile_int4_products(dtype: str) -> None:
-    """Compile the products of many rows by weights in INT4: whole, in parts, gated."""
+def compile_int4_products(dtype: str, count: int) -> None:
+    """Compile the first `count` of the products of many rows by weights in INT4: gated, whole, in
+    parts.
+    """
     from nanovllm.kernels.products.hopper_int4 import Tiles, hopper_int4
     from nanovllm.tensors.int4 import Int4Codes
 
@@ -184,12 +186,12 @@ def compile_int4_products(dtype: str) -> None:
     data = torch.empty(N, K // 4, dtype=torch.int16, device=GPU)
     scales = torch.empty(K // 128, N, 2, dtype=kind, device=GPU)
     weight = Int4Codes(data, scales, 128)
+    ways = [((block_t, 2, 1), False) for block_t in (128, 64)]
+    ways += [(tiles, None) for tiles in ((64, 1, 1), (128, 1, 4), (128, 2, 1))]
     for rows in (70, 1000):
         x = torch.empty(rows, K, dtype=kind, device=GPU)
-        for tiles in ((64, 1, 1), (128, 1, 4), (128, 2, 1)):
-            hopper_int4(x, weight, None, tiles[2] > 1, tiles=Tiles(*tiles))
-        for block_t in (64, 128):
-            hopper_int4(x, weight, None, gelu=False, tiles=Tiles(block_t, 2, 1))
+        for tiles, gelu in ways[:count]:
+            hopper_int4(x, weight, None, tiles[2] > 1, gelu, tiles=Tiles(*tiles))
 
 
 def compile_packed_experts(dtype: str) -> None:
