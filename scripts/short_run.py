@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmark.shapes import DUMMY_INT4, SHAPES
+from nanovllm.benchmark.shapes import DUMMY_QUANTIZATIONS, SHAPES
 
 LAYERS = 2
 FORMATS: dict[str, dict[str, Any]] = {
@@ -49,8 +49,8 @@ def main() -> None:
     begin = max(prompts, key=len)
     for name in args.formats:
         config = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": LAYERS}
-        if name in DUMMY_INT4:
-            config["quantization_config"] = DUMMY_INT4[name]
+        if name in DUMMY_QUANTIZATIONS:
+            config["quantization_config"] = DUMMY_QUANTIZATIONS[name]
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(config))
             with LLM(

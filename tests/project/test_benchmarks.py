@@ -30,6 +30,7 @@ from benchmarks import (
     cpu_vs_transformers,
     first_use,
     page,
+    products,
     roofline,
     sampling_controls,
     startup,
@@ -935,6 +936,28 @@ def test_dummies_are_in_as_many_bits(
     head = 151936 * 4096 * (1 if quantization == "fp8" else 2)
     matrices = 36 * 4096 * (6144 + 4096 + 3 * 12288) * bits / 8
     assert seconds == pytest.approx(1000 * (head + matrices) / 4.3e12, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_products_of_a_layer(family: str, tmp_path: Path) -> None:
+    """Every product once, with the bytes of its weights; of experts those that tokens choose."""
+    shape = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    path = make_checkpoint(tmp_path, family, **(shape if family == "qwen3_moe" else {}))
+    with LLM(str(path), **SMALL_ENGINE) as llm, torch.inference_mode():
+        built = llm.model_runner.built
+        [layer, *_] = built.step.model.model.layers
+        found = products.products(layer, 3, built.build.dtype, built.device)
+        M = llm.model_config.hidden_size
+        for product in found:
+            product.call()
+    names = [product.name for product in found]
+    of_mlp = ["mlp.experts", "mlp.gate"] if family == "qwen3_moe" else ["mlp.gate_up_proj"]
+    assert len(names) == 4 and {*names} >= {*of_mlp, "self_attn.qkv_proj", "self_attn.o_proj"}
+    if family == "qwen3_moe":
+        [experts] = [product for product in found if product.name == "mlp.experts"]
+        assert experts.num_operations == 6 * 3 * 2 * M * 40
+        of_one = 3 * M * 40 * 4
+        assert experts.num_bytes % of_one == 0 and 2 * of_one <= experts.num_bytes <= 6 * of_one
 
 
 def test_accuracy_of_experts_in_4_bits(

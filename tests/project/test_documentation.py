@@ -48,7 +48,7 @@ SMALL = {
 }
 NEED_CUDA = {
     *("benchmarks/decode_attention.py", "benchmarks/prefill_attention.py"),
-    *("benchmarks/delta_net.py", "benchmarks/decode_layer.py"),
+    *("benchmarks/delta_net.py", "benchmarks/decode_layer.py", "benchmarks/products.py"),
     *("benchmarks/profile_step.py", "scripts/short_run.py"),
 }
 # What .ci/run runs, in new virtual environments, and what it is made of; and what downloads, or
