@@ -1,8 +1,12 @@
 """`Mxfp4Codes`: a matrix in MXFP4, in the order in which our kernels unpack it.
 
 A code is E2M1: a sign, two bits of exponent, one of mantissa. BLOCK columns of a row share a power
-of two, E8M0: an exponent alone (OCP Microscaling Formats, 1.0). Codes are packed by planes, as in
-`tensors.int4`, each of which is a block.
+of two, E8M0: an exponent alone (OCP Microscaling Formats, 1.0).
+
+An int16 has four codes, of four planes of a block each, as in `tensors.int4`, but with their bits
+where bfloat16 has a sign, its last two bits of exponent and its first of mantissa: those of the
+first plane in these very places, of the next two 3 and 6 bits lower, and of the last in the bits
+that these leave free.
 """
 
 from dataclasses import dataclass
@@ -10,12 +14,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanovllm.tensors.int4 import PLANES, pack, unpack
+from nanovllm.tensors.int4 import PLANES
 
 BLOCK = 32  # columns that share an exponent
 CHUNK = PLANES * BLOCK  # columns that an int16 is about, and an int32 of exponents
 BIAS = 127  # of an exponent
 MAX_EXPONENT = 128  # of weights that kernels multiply in bfloat16: 2
+# For each plane, masks of bits of a code and how much higher these are in an int16.
+PLACES = (((8, 12), (7, 6)), ((8, 9), (7, 3)), ((8, 6), (7, 0)), ((12, 11), (3, 10)))
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
 
 
@@ -37,6 +43,22 @@ def quantize(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.bucketize(scaled.abs(), (edges[1:] + edges[:-1]) / 2)
     codes = codes + 8 * (scaled < 0)
     return codes.flatten(1).to(torch.uint8), (exponents + BIAS).to(torch.uint8)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Pack the codes of planes [..., PLANES, BLOCK] uint8: [..., BLOCK] int16."""
+    planes = codes.to(torch.int16).unbind(-2)
+    words = torch.zeros_like(planes[0])
+    for plane, places in zip(planes, PLACES, strict=True):
+        for mask, shift in places:
+            words |= (plane & mask) << shift
+    return words
+
+
+def unpack(words: torch.Tensor) -> torch.Tensor:
+    """Undo `pack`."""
+    planes = [sum(words >> shift & mask for mask, shift in places) for places in PLACES]
+    return torch.stack(planes, -2).to(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -63,7 +85,7 @@ class Mxfp4Codes:
 
     def numbers(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dequantised values [N, K]."""
-        codes = unpack(self.data.transpose(0, 1).flatten(1), BLOCK)
+        codes = unpack(self.data).permute(1, 0, 2, 3).flatten(1)
         exponents = self.exponents.transpose(0, 1).flatten(1).int()
         powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - BIAS)
         values = values_of(codes).unflatten(1, (-1, BLOCK)) * powers[..., None]
@@ -73,7 +95,7 @@ class Mxfp4Codes:
 def packed(codes: torch.Tensor) -> torch.Tensor:
     """Codes [N, K] uint8 as `Mxfp4Codes.data`."""
     codes = F.pad(codes, (0, -codes.shape[1] % CHUNK))
-    return pack(codes, BLOCK).unflatten(1, (-1, BLOCK)).transpose(0, 1).contiguous()
+    return pack(codes.unflatten(1, (-1, PLANES, BLOCK)).transpose(0, 1)).contiguous()
 
 
 def packed_exponents(exponents: torch.Tensor) -> torch.Tensor:

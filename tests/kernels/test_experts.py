@@ -173,7 +173,7 @@ def test_experts_in_8_bits_are_those_of_float64(
     x *= torch.rand(T, 1, generator=generator).to(x) * 8  # rows have scales of their own
     experts, scales = route(x[:, :E], k, norm=True)
     out = gated_experts(x, w, experts, scales, tiles)
-    used = tiles or choose_tiles(T * k, E, x, 8, 8 if in_8_bits else 16)
+    used = tiles or choose_tiles(T * k, E, x, 8, 8 if in_8_bits else 16, block > 1)
     blocks = (0 if block == 1 else block, used.block_i) if in_8_bits else ()
     wanted = expected(x, w, experts, scales, *blocks)
     # Weights are rounded to dtype on their way to tensor cores, and inner numbers after them. Of
@@ -291,10 +291,12 @@ def sorted_pairs(experts: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Ten
     return ids.argsort(stable=True).int(), starts.int()
 
 
-@pytest.mark.parametrize("bits", [(16, 16), (8, 16), (8, 8), (4, 16)])
+@pytest.mark.parametrize(
+    "bits", [(16, 16, False), (8, 16, False), (8, 8, False), (8, 8, True), (4, 16, False)]
+)
 @pytest.mark.parametrize(("k", "E"), [(2, 8), (8, 64), (8, 128), (4, 32), (4, 128)])
 def test_products_of_every_number_of_tokens_are_rehearsed(
-    k: int, E: int, bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    k: int, E: int, bits: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products of Mixtral, OLMoE, Qwen3 and gpt-oss, on a GPU with room for large tiles."""
     monkeypatch.setattr(experts_tiles, "has_room", lambda x: True)

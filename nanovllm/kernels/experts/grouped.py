@@ -365,7 +365,8 @@ def grouped(
     gate_up, down = operand(weights.gate_up), operand(weights.down)
     (k, T, M), E, I = out.shape, weights.num_experts, shape_of(weights.down)[1]
     x_block = act_block(weights, x.dtype)
-    tiles = tiles or choose_tiles(T * k, E, x, gate_up.bits, 16 if x_block is None else 8)
+    bits, by_blocks = 16 if x_block is None else 8, bool(x_block)
+    tiles = tiles or choose_tiles(T * k, E, x, gate_up.bits, bits, by_blocks)
     common = {
         **{"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E), "ASM": has_ptx(x)},
         **{"BLOCK_T": tiles.block_t, "LEFT": tiles.left},

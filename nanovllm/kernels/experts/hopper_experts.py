@@ -19,9 +19,10 @@ from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.kernels.experts.routing import sort_pairs
 from nanovllm.kernels.products.hopper_packed import (
+    COLUMNS,
     OUTPUTS,
-    add_chunks,
-    copy_chunks,
+    add_stages,
+    copy_stages,
     instruct,
     make_rings,
     packed,
@@ -131,7 +132,7 @@ def _find_tile(item, experts, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    rings, x_desc, weight_desc, starts_ptr, output_tiles, chunks, rows, step, N,
+    rings, x_desc, weight_desc, starts_ptr, output_tiles, stages, rows, step, N,
     K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
     WIDTH: gl.constexpr, E2M1: gl.constexpr, GATED: gl.constexpr, ONE: gl.constexpr,
 ):  # fmt: skip
@@ -145,8 +146,8 @@ def _copy(
         )
         if ONE and GATED:  # all pairs have the same row
             row = 0
-        n = copy_chunks(
-            rings, n, x_desc, weight_desc, row, expert * rows + output, 0, chunks, N, step, P,
+        n = copy_stages(
+            rings, n, x_desc, weight_desc, row, expert * rows + output, 0, stages, N, step, P,
             PARTS, E2M1, False,
         )  # fmt: skip
 
@@ -192,7 +193,7 @@ def _write_weighted(
 @gluon.jit
 def _multiply(
     rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T, outputs, output_tiles,
-    chunks, rows, step, N,
+    stages, chunks, rows, step, N,
     SIDE: gl.constexpr, K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr,
     GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr,
     BLOCK_T: gl.constexpr, BF16: gl.constexpr, E2M1: gl.constexpr, GATED: gl.constexpr,
@@ -205,9 +206,9 @@ def _multiply(
         expert, row, end, output = _tile_of(
             item, starts_ptr, output_tiles, experts, WIDTH, BLOCK_T, ONE
         )
-        acc, acc2, n = add_chunks(
-            rings, n, words_ptr, expert * rows + output, 0, chunks, N, step, SIDE,
-            GROUP, P, PARTS, BF16, E2M1,
+        acc, acc2, n = add_stages(
+            rings, n, words_ptr, expert * rows + output, 0, stages, chunks, N, step, SIDE, GROUP, P,
+            PARTS, BLOCK_T, BF16, E2M1,
         )  # fmt: skip
         output += SIDE * _HALF
         if GATED:
@@ -226,18 +227,20 @@ def _multiply(
                 )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["T", "outputs", "output_tiles", "chunks", "rows", "step", "N"])
+@gluon.jit(
+    do_not_specialize=["T", "outputs", "output_tiles", "stages", "chunks", "rows", "step", "N"]
+)
 def _hopper_experts_kernel(
     x_desc, weight_desc, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T, outputs,
-    output_tiles, chunks, rows, step, N,
+    output_tiles, stages, chunks, rows, step, N,
     K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr,
     E2M1: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr,
-    STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
-    LIMIT: gl.constexpr, ONE: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, X_STAGES: gl.constexpr, X_PAIRS: gl.constexpr, GATED: gl.constexpr,
+    GELU: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # `starts_ptr`: see `sort_pairs`; of ONE token its experts, and `order_ptr` None.
     BF16: gl.constexpr = x_desc.dtype == gl.bfloat16
-    rings = make_rings(x_desc, weight_desc, P, PARTS, BLOCK_T, STAGES, X_STAGES)
+    rings = make_rings(x_desc, weight_desc, P, PARTS, BLOCK_T, STAGES, X_STAGES, X_PAIRS)
     if PDL:  # all warps go on from here together
         instruct("griddepcontrol.launch_dependents;", N)
         instruct("griddepcontrol.wait;", N)
@@ -245,12 +248,12 @@ def _hopper_experts_kernel(
     gl.warp_specialize(
         [
             (_multiply, (rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
-                outputs, output_tiles, chunks, rows, step, N, 0, K, E, E_PAD, GROUP, P, PARTS,
-                WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT, ONE)),
+                outputs, output_tiles, stages, chunks, rows, step, N, 0, K, E, E_PAD, GROUP, P,
+                PARTS, WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT, ONE)),
             (_multiply, (rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
-                outputs, output_tiles, chunks, rows, step, N, 1, K, E, E_PAD, GROUP, P, PARTS,
-                WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT, ONE)),
-            (_copy, (rings, x_desc, weight_desc, starts_ptr, output_tiles, chunks, rows, step, N, K,
+                outputs, output_tiles, stages, chunks, rows, step, N, 1, K, E, E_PAD, GROUP, P,
+                PARTS, WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT, ONE)),
+            (_copy, (rings, x_desc, weight_desc, starts_ptr, output_tiles, stages, rows, step, N, K,
                 E, E_PAD, P, PARTS, WIDTH, E2M1, GATED, ONE)),
         ],
         [4, 1],  # warps, beside the first four
@@ -305,7 +308,8 @@ def hopper_experts(
         P, width = constants["P"], OUTPUTS if gated else OUTPUTS * parts
         _hopper_experts_kernel[(num_multiprocessors(x.device.index),)](
             tiles_of(source, block_t, P), matrix, words, bias, order, starts, scales, into, T,
-            outputs, cdiv(outputs, width), cdiv(source.shape[1], PLANES * P),
+            outputs, cdiv(outputs, width), cdiv(source.shape[1], COLUMNS),
+            cdiv(source.shape[1], PLANES * P),
             2 * I if gated else M, I if gated else OUTPUTS, len(weight), PARTS=parts, WIDTH=width,
             GATED=gated, GELU=gelu, LIMIT=limit, num_warps=4, **common, **constants,
             **ring_sizes(P, parts, block_t), **pdl_options(x),

@@ -36,13 +36,14 @@ MAX_OF_CODES = {
     96: MORE._replace(left=True),
 }
 MANY_OF_CODES = MANY._replace(block_m=128)
-# The same for products of codes by codes.
+# The same for products of codes by codes; sums of products that are scaled take more registers.
 MAX_IN_8_BITS = {
-    8: Tiles(16, 64, 128, 128, warps=4, stages=4, left=True),
-    32: Tiles(32, 128, 128, 128, warps=4, stages=4, left=True),
-    96: Tiles(64, 128, 128, 128, warps=8, stages=3, left=True),
+    16: Tiles(16, 64, 128, 128, warps=4, stages=4, left=True),
+    40: Tiles(32, 64, 128, 128, warps=4, stages=4, left=True),
+    96: Tiles(64, 64, 128, 128, warps=4, stages=4, left=True),
 }
-MANY_IN_8_BITS = Tiles(128, 128, 128, 128, warps=8, stages=3, left=False)
+MANY_IN_8_BITS = Tiles(128, 128, 128, 128, warps=8, stages=4, left=False)
+MANY_BY_BLOCKS = MANY_IN_8_BITS._replace(block_i=64)
 # The same for weights in 4 bits, unpacked for each tile of rows: `block_k` columns are a chunk.
 MAX_OF_4_BITS = {
     16: Tiles(16, 64, 64, 0, warps=4, stages=4, left=True),
@@ -56,12 +57,15 @@ LITTLE_ROOM = (
 )
 
 
-def choose_tiles(N: int, E: int, x: torch.Tensor, weight_bits: int = 16, bits: int = 16) -> Tiles:
+def choose_tiles(
+    N: int, E: int, x: torch.Tensor, weight_bits: int = 16, bits: int = 16, by_blocks: bool = False
+) -> Tiles:
     """Choose tiles for N pairs of E experts, in x's dtype and on its device.
 
     Args:
         weight_bits: bits of a weight.
         bits: bits of an activation in the products.
+        by_blocks: whether scales of activations are of blocks of columns, not of whole rows.
     """
     if x.dtype not in HALF or not has_room(x):
         tiles = LITTLE_ROOM[N > 8 * E]
@@ -69,7 +73,7 @@ def choose_tiles(N: int, E: int, x: torch.Tensor, weight_bits: int = 16, bits: i
     most, many = {
         (16, 16): (MOST, MANY),
         (8, 16): (MAX_OF_CODES, MANY_OF_CODES),
-        (8, 8): (MAX_IN_8_BITS, MANY_IN_8_BITS),
+        (8, 8): (MAX_IN_8_BITS, MANY_BY_BLOCKS if by_blocks else MANY_IN_8_BITS),
         (4, 16): (MAX_OF_4_BITS, MANY_OF_4_BITS),
     }[weight_bits, bits]
     return next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)

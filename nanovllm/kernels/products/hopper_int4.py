@@ -16,9 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import pdl_options
 from nanovllm.kernels.products.hopper_packed import (
+    COLUMNS,
     OUTPUTS,
-    add_chunks,
-    copy_chunks,
+    add_stages,
+    copy_stages,
     instruct,
     make_rings,
     packed,
@@ -62,21 +63,21 @@ def choose_tiles(
         partial: whether results may be partial.
         gated: whether the weight has gates and the values that these multiply.
     """
-    chunks = K // (PLANES * P)
+    stages = cdiv(K, COLUMNS)
 
     def cycles(tiles: Tiles) -> float:
         block_t, parts, splits = tiles
-        product = parts * OUTPUTS * block_t * PLANES * P / 2048  # multiplications per cycle
-        unpacking = parts * UNPACKING * P + WAITS
+        product = parts * OUTPUTS * block_t * COLUMNS / 2048  # multiplications per cycle
+        unpacking = parts * UNPACKING * COLUMNS / PLANES + WAITS
         items = cdiv(T, block_t) * (N // (OUTPUTS * parts)) * splits
-        of_item = chunks // splits * max(product, product / 2 + unpacking) + EDGES
+        of_item = stages // splits * max(product, product / 2 + unpacking) + EDGES
         return cdiv(items, num_processors) * of_item
 
     sizes = [(128, 2)] * (N % (2 * OUTPUTS) == 0) + [(64, 2) if gated else (128, 1)]
     if T > ROOMY:
         return Tiles(*sizes[0], 1)
     sizes += [] if gated else [(64, 1)]
-    sums = [S for S in SPLITS if partial and T <= MAX_ROWS and chunks % S == 0]
+    sums = [S for S in SPLITS if partial and T <= MAX_ROWS and stages % S == 0]
     return min((Tiles(*size, S) for size in sizes for S in (1, *sums)), key=cycles)
 
 
@@ -105,7 +106,7 @@ def _copy(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, output, split = _place_of(item, row_tiles, output_tiles, group, WIDTH, BLOCK_T)
         begin, end = split * span, (split + 1) * span
-        n = copy_chunks(
+        n = copy_stages(
             rings, n, x_desc, weight_desc, row, output, begin, end, N, step, P, PARTS, False, PDL
         )
 
@@ -139,7 +140,7 @@ def _write(
 @gluon.jit
 def _multiply(
     rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles, group, step, span,
-    SIDE: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
+    chunks, SIDE: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
     WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, BF16: gl.constexpr, GATED: gl.constexpr,
     GELU: gl.constexpr,
 ):  # fmt: skip
@@ -148,9 +149,9 @@ def _multiply(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, output, split = _place_of(item, row_tiles, output_tiles, group, WIDTH, BLOCK_T)
         begin, end = split * span, (split + 1) * span
-        acc, acc2, n = add_chunks(
-            rings, n, words_ptr, output, begin, end, N, step, SIDE, GROUP, P, PARTS, BF16,
-            False,
+        acc, acc2, n = add_stages(
+            rings, n, words_ptr, output, begin, end, chunks, N, step, SIDE, GROUP, P, PARTS,
+            BLOCK_T, BF16, False,
         )  # fmt: skip
         _write(
             acc, acc2, bias_ptr, out_ptr, row, output + SIDE * _HALF, split, T, N, step, PARTS,
@@ -159,25 +160,35 @@ def _multiply(
 
 
 @gluon.jit(
-    do_not_specialize=["T", "N", "items", "row_tiles", "output_tiles", "group", "step", "span"],
+    do_not_specialize=[
+        "T",
+        "N",
+        "items",
+        "row_tiles",
+        "output_tiles",
+        "group",
+        "step",
+        "span",
+        "chunks",
+    ],
 )
 def _hopper_int4_kernel(
     x_desc, weight_desc, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles, group,
-    step, span,
+    step, span, chunks,
     GROUP: gl.constexpr, P: gl.constexpr, E2M1: gl.constexpr, PARTS: gl.constexpr,
     WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
-    GATED: gl.constexpr, GELU: gl.constexpr, PDL: gl.constexpr,
+    X_PAIRS: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     BF16: gl.constexpr = x_desc.dtype == gl.bfloat16
-    rings = make_rings(x_desc, weight_desc, P, PARTS, BLOCK_T, STAGES, X_STAGES)
+    rings = make_rings(x_desc, weight_desc, P, PARTS, BLOCK_T, STAGES, X_STAGES, X_PAIRS)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles,
-                group, step, span, 0, GROUP, P, PARTS, WIDTH, BLOCK_T, BF16, GATED,
+                group, step, span, chunks, 0, GROUP, P, PARTS, WIDTH, BLOCK_T, BF16, GATED,
                 GELU)),
             (_multiply, (rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles,
-                group, step, span, 1, GROUP, P, PARTS, WIDTH, BLOCK_T, BF16, GATED,
+                group, step, span, chunks, 1, GROUP, P, PARTS, WIDTH, BLOCK_T, BF16, GATED,
                 GELU)),
             (_copy, (rings, x_desc, weight_desc, N, items, row_tiles, output_tiles, group, step,
                 span, P, PARTS, WIDTH, PDL)),
@@ -223,8 +234,8 @@ def hopper_int4(
     matrix, words, constants = packed(weight)
     _hopper_int4_kernel[(min(processors, items),)](
         tiles_of(x, block_t, P), matrix, words, bias, out, T, N, items, row_tiles, output_tiles,
-        group, width if gated else OUTPUTS, K // (PLANES * P) // splits, PARTS=parts,
-        WIDTH=OUTPUTS if gated else OUTPUTS * parts, BLOCK_T=block_t, GATED=gated,
+        group, width if gated else OUTPUTS, cdiv(K, COLUMNS) // splits, K // (PLANES * P),
+        PARTS=parts, WIDTH=OUTPUTS if gated else OUTPUTS * parts, BLOCK_T=block_t, GATED=gated,
         GELU=bool(gelu), num_warps=4, **constants, **ring_sizes(P, parts, block_t),
         **pdl_options(x),
     )  # fmt: skip

@@ -8,31 +8,39 @@ times the power of two of the block is exact.
 import triton
 import triton.language as tl
 
-from nanovllm.tensors.int4 import SHIFTS
+from nanovllm.tensors.mxfp4 import PLACES
 
-_FIRST, _SECOND, _THIRD, _FOURTH = (tl.constexpr(shift) for shift in SHIFTS)
+_PLACES = tl.constexpr(PLACES)
+_POWER = tl.constexpr(0x00800080)  # times an exponent of bfloat16: the power of two, twice
 
 
-def _unpacking(first: int) -> tl.constexpr:
+def _moves(plane: int) -> dict[int, int]:
+    """By how much higher the bits of a plane's codes are in a bfloat16, and their mask there."""
+    moves: dict[int, int] = {}
+    for mask, shift in PLACES[plane]:
+        for bit in (bit for bit in range(4) if mask >> bit & 1):
+            place = 15 if bit == 3 else 6 + bit
+            by = place - bit - shift
+            moves[by] = moves.get(by, 0) | 1 << place
+    return moves
+
+
+def _unpacking(upper: bool) -> tl.constexpr:
     """Instructions that unpack two planes' codes of two int16s at a time, each plane by its power
     of two.
     """
-    steps = "".join(
-        f"{_shift(first + 8 * plane, 6)} lop3.b32 bits, moved, 0x01c001c0, 0, 0xc0;"
-        f"{_shift(first + 8 * plane, 12)} lop3.b32 bits, moved, 0x80008000, bits, 0xea;"
-        f"fma.rn.bf16x2 ${plane}, bits, ${3 + plane}, zero;"
-        for plane in range(2)
-    )
+    steps = ""
+    for i in range(2):
+        above = "0, 0xc0"  # of bits, nothing yet
+        for by, mask in _moves(2 * upper + i).items():
+            shift = f"shl.b32 moved, $2, {by};" if by >= 0 else f"shr.b32 moved, $2, {-by};"
+            steps += f"{shift} lop3.b32 bits, moved, {mask * 0x10001:#x}, {above};"
+            above = "bits, 0xea"
+        steps += f"fma.rn.bf16x2 ${i}, bits, ${3 + 2 * i}, zero;"
     return tl.constexpr(f"{{ .reg .b32 bits, moved, zero; mov.b32 zero, 0x80008000; {steps} }}")
 
 
-def _shift(first: int, target: int) -> str:
-    """Move a code's lowest bit to a place."""
-    name, by = ("shl", target - first) if first <= target else ("shr.u32", first - target)
-    return f"{name}{'.b32' if name == 'shl' else ''} moved, $2, {by};"
-
-
-_LOWER, _UPPER = _unpacking(0), _unpacking(4)
+_LOWER, _UPPER = _unpacking(False), _unpacking(True)
 
 
 @triton.jit
@@ -50,29 +58,35 @@ def unpack_pair(packed, word, UPPER: tl.constexpr, ASM: tl.constexpr):
     second_power, packed = tl.broadcast(_power(word >> 8)[:, None], packed)
     if ASM:
         return tl.inline_asm_elementwise(
-            _UPPER if UPPER else _LOWER, "=&r,=&r,r,r,r", [packed, first_power, second_power],
+            _UPPER if UPPER else _LOWER, "=&r,=&r,r,r,r,r,r", [packed, first_power, second_power],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        first = _value(packed, _THIRD if UPPER else _FIRST)
-        second = _value(packed, _FOURTH if UPPER else _SECOND)
-        first *= first_power.to(tl.float32) * 2.0**-126
-        second *= second_power.to(tl.float32) * 2.0**-126
+        first = _value(packed, 2 if UPPER else 0) * _half(first_power)
+        second = _value(packed, 3 if UPPER else 1) * _half(second_power)
         return first.to(tl.bfloat16), second.to(tl.bfloat16)
 
 
 @triton.jit
 def _power(word):
-    """2^126 times the power of two whose exponent is a word's lowest byte: it has this exponent in
-    bfloat16, whose bias is 127.
+    """2^126 times the power of two whose exponent is a word's lowest byte, in bfloat16, whose bias
+    is 127: twice in an int32.
     """
-    return (((word & 255) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return (word & 255) * _POWER + 126 * _POWER
 
 
 @triton.jit
-def _value(words, SHIFT: tl.constexpr):
+def _half(power):
+    """The power of two that `_power` has, without the 2^126: float32."""
+    return power.to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32) * 2.0**-126
+
+
+@triton.jit
+def _value(words, PLANE: tl.constexpr):
     """The values of codes, without powers of two: float32."""
-    code = words.to(tl.int32) >> SHIFT
+    words = words.to(tl.int32)
+    code = (words >> _PLACES[PLANE][0][1]) & _PLACES[PLANE][0][0]
+    code |= (words >> _PLACES[PLANE][1][1]) & _PLACES[PLANE][1][0]
     exponent, half = (code >> 1) & 3, (code & 1).to(tl.float32) * 0.5
     value = tl.where(exponent == 0, half, (1.0 + half) * tl.exp2((exponent - 1).to(tl.float32)))
     return tl.where((code & 8) > 0, -value, value)
