@@ -57,8 +57,11 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
     """Undo `pack`."""
-    planes = [sum(words >> shift & mask for mask, shift in places) for places in PLACES]
-    return torch.stack(planes, -2).to(torch.uint8)
+    codes = torch.zeros(*words.shape[:-1], PLANES, BLOCK, dtype=torch.int16, device=words.device)
+    for i, places in enumerate(PLACES):
+        for mask, shift in places:
+            codes[..., i, :] |= words >> shift & mask
+    return codes.to(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -237,10 +237,10 @@ def test_experts_in_4_bits_are_those_of_float64(T: int, tiles: Tiles | None, gro
         (1, 4, 32, 2880, 416, 0),
         (1, 3, 5, 256, 512, 128),
         (2, 4, 32, 96, 160, 0),  # columns that are no whole chunk, and experts without tokens
-        (70, 4, 5, 2880, 2880, 0),  # tiles of 128 rows, some not whole, and of outputs
+        (70, 4, 5, 2880, 2880, 0),  # tiles that are not whole, of rows and of outputs
         (50, 2, 3, 256, 512, 128),  # planes of 64
         (60, 3, 130, 128, 384, 64),  # planes of 32; more experts than a group has threads
-        (700, 8, 64, 256, 256, 0),  # more items than multiprocessors, of several row tiles
+        (700, 8, 40, 256, 256, 0),  # tiles of 128 rows; more items than multiprocessors
     ],
 )
 @pytest.mark.parametrize("gelu", [False, True])
@@ -269,7 +269,8 @@ def test_packed_experts_on_hopper(
     logits[:, 0] += 4
     x = torch.randn(T, M, generator=generator).to(DEVICE, dtype)
     experts, scales = route(logits.to(DEVICE), k, norm=True)
-    assert experts_kernels.takes_hopper_kernel(x, w)
+    monkeypatch.setattr(experts_kernels, "FEW_PAIRS", 0)
+    assert experts_kernels.takes_hopper_kernel(x, w, k)
     monkeypatch.setattr(torch, "empty", lambda *size, **how: torch.full(size, torch.nan, **how))
     monkeypatch.setattr(hopper_experts, "sort_pairs", sorted_pairs)
     out = gated_experts(x, w, experts, scales)

@@ -25,6 +25,7 @@ from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.tensors.mxfp4 import Mxfp4Codes
 
 LARGE_STEP = 1024  # rows from which partial results are rounded
+FEW_PAIRS = 12  # of an expert with weights of 4 bits, up to which tiles are faster on Hopper
 
 
 def gated_experts(
@@ -60,15 +61,19 @@ def gated_experts(
     # In large steps partial results are rounded, to write fewer bytes.
     dtype = torch.float32 if len(x) < LARGE_STEP else x.dtype
     out = torch.empty(k, *x.shape, dtype=dtype, device=x.device)
-    if tiles is None and takes_hopper_kernel(x, weights):
+    if tiles is None and takes_hopper_kernel(x, weights, k):
         _by_hopper(x, weights, experts, scales, out)
     else:
         grouped(x, weights, *sort_pairs(experts, E), scales, out, tiles)
     return out
 
 
-def takes_hopper_kernel(x: torch.Tensor, weights: ExpertWeights) -> bool:
-    """Whether `hopper_experts` multiplies x: [T, M] by these weights."""
+def takes_hopper_kernel(x: torch.Tensor, weights: ExpertWeights, k: int) -> bool:
+    """Whether `hopper_experts` multiplies x: [T, M] by k of these experts for each row. A few rows
+    of an expert are faster by tiles, of which a multiprocessor has several at once.
+    """
+    if len(x) > 1 and len(x) * k <= FEW_PAIRS * weights.num_experts:
+        return False
     gate_up, down = weights.gate_up, weights.down
     if isinstance(gate_up, Int4Codes) and isinstance(down, Int4Codes):
         fits = {gate_up.plane, down.plane} <= {32, 64}

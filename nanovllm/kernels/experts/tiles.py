@@ -44,12 +44,13 @@ MAX_IN_8_BITS = {
 }
 MANY_IN_8_BITS = Tiles(128, 128, 128, 128, warps=8, stages=4, left=False)
 MANY_BY_BLOCKS = MANY_IN_8_BITS._replace(block_i=64)
-# The same for weights in 4 bits, unpacked for each tile of rows: `block_k` columns are a chunk.
+# The same for weights in 4 bits, unpacked for each tile of rows, whose chunks of columns have a
+# size of their own.
 MAX_OF_4_BITS = {
-    16: Tiles(16, 64, 64, 0, warps=4, stages=4, left=True),
-    48: Tiles(32, 64, 64, 0, warps=4, stages=4, left=True),
+    12: Tiles(16, 64, 64, 0, warps=4, stages=4, left=True),
+    24: Tiles(32, 64, 64, 0, warps=4, stages=4, left=True),
 }
-MANY_OF_4_BITS = Tiles(128, 64, 128, 0, warps=8, stages=2, left=True)
+MANY_OF_4_BITS = Tiles(64, 64, 64, 0, warps=4, stages=2, left=True)
 # For 64 KiB of shared memory: for few pairs, and for many.
 LITTLE_ROOM = (
     Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),

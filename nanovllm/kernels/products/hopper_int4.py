@@ -1,11 +1,11 @@
-"""Products with weights in INT4 on Hopper, for so many rows that tensor cores are the limit
-(`hopper_packed.py`).
+"""Products with weights in INT4 on Hopper, of more than one row (`hopper_packed.py`).
 
 Programs are persistent, one per multiprocessor, and the copying warp is ahead of the groups.
 
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import pdl_options
 from nanovllm.kernels.products.hopper_packed import (
     COLUMNS,
+    FEW_ROWS,
     OUTPUTS,
     add_stages,
     copy_stages,
@@ -30,12 +31,14 @@ from nanovllm.kernels.products.tiles import SPLITS, empty_parts
 from nanovllm.kernels.rings import tiles_of
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import num_multiprocessors
-from nanovllm.utils.integers import cdiv
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 IN_CACHE = 2**24  # bytes of rows whose tiles come before all others, to stay in the L2 cache
-# Cycles, for `choose_tiles`: of unpacking a column of the planes, of waits in a chunk of columns,
-# and of the first inputs and the results of a tile.
-UNPACKING, WAITS, EDGES = 4, 300, 3000
+# Cycles, for `choose_tiles`, from times on an H100: of unpacking OUTPUTS rows of a stage, of its
+# waits, and of the first inputs and the results of a tile; and the share of the product that adds
+# to unpacking.
+UNPACKING, WAITS, EDGES, SHARE = 600, 800, 6000, 0.3
+MANY_ROWS = 128  # of a tile
 ROOMY = 512  # rows above which all multiprocessors have the largest tiles
 _OUTPUTS = gl.constexpr(OUTPUTS)
 _HALF = gl.constexpr(OUTPUTS // 2)
@@ -52,33 +55,35 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(
-    T: int, N: int, K: int, P: int, num_processors: int, partial: bool = False, gated: bool = False
+    T: int, N: int, K: int, num_processors: int, partial: bool = False, gated: bool = False
 ) -> Tiles:
     """Choose the tiles of a product of T rows whose last ends first: every multiprocessor computes
     as many as its share, rounded up.
 
     Args:
-        N, K, P: rows, columns and columns of a plane of the weight.
+        N, K: rows and columns of the weight.
         num_processors: multiprocessors of the GPU.
         partial: whether results may be partial.
         gated: whether the weight has gates and the values that these multiply.
     """
-    stages = cdiv(K, COLUMNS)
+    stages, several = cdiv(K, COLUMNS), 2 if gated or N % (2 * OUTPUTS) == 0 else 1
+    if T > ROOMY:
+        return Tiles(MANY_ROWS, several, 1)
 
     def cycles(tiles: Tiles) -> float:
         block_t, parts, splits = tiles
         product = parts * OUTPUTS * block_t * COLUMNS / 2048  # multiplications per cycle
-        unpacking = parts * UNPACKING * COLUMNS / PLANES + WAITS
+        unpacking = SHARE * product + parts * UNPACKING + WAITS
         items = cdiv(T, block_t) * (N // (OUTPUTS * parts)) * splits
-        of_item = stages // splits * max(product, product / 2 + unpacking) + EDGES
+        of_item = stages // splits * max(product, unpacking) + EDGES
         return cdiv(items, num_processors) * of_item
 
-    sizes = [(128, 2)] * (N % (2 * OUTPUTS) == 0) + [(64, 2) if gated else (128, 1)]
-    if T > ROOMY:
-        return Tiles(*sizes[0], 1)
-    sizes += [] if gated else [(64, 1)]
-    sums = [S for S in SPLITS if partial and T <= MAX_ROWS and stages % S == 0]
-    return min((Tiles(*size, S) for size in sizes for S in (1, *sums)), key=cycles)
+    rows, sums = [MANY_ROWS], [1]
+    if T <= MAX_ROWS:
+        rows = [FEW_ROWS, MANY_ROWS] if T > FEW_ROWS else [max(16, next_power_of_2(T))]
+        sums += [S for S in SPLITS if partial and stages % S == 0]
+    parts = {2 if gated else 1, several}
+    return min(itertools.starmap(Tiles, itertools.product(rows, parts, sums)), key=cycles)
 
 
 @gluon.jit
@@ -224,7 +229,7 @@ def hopper_int4(
     """
     (T, K), N, P = x.shape, len(weight), weight.plane
     gated, processors = gelu is not None, num_multiprocessors(x.device.index)
-    tiles = tiles or choose_tiles(T, N, K, P, processors, partial, gated)
+    tiles = tiles or choose_tiles(T, N, K, processors, partial, gated)
     block_t, parts, splits = tiles
     width = N // 2 if gated else N
     if out is None:

@@ -211,6 +211,21 @@ def _load_tiles(buffer, TILES: gl.constexpr, SIDE: gl.constexpr, LEFT: gl.conste
 
 
 @gluon.jit
+def _add_planes(
+    running, codes, word, x, PLANE: gl.constexpr, BLOCK_T: gl.constexpr, UPPER: gl.constexpr,
+    BF16: gl.constexpr, E2M1: gl.constexpr,
+):  # fmt: skip
+    """Unpack two planes of codes and begin to add their products with two tiles of x, from PLANE
+    on. Returns the sums, and the operands, which must stay until these are ready.
+    """
+    a1, a2 = _unpack(codes, word, UPPER, BF16, E2M1)
+    x1 = x.slice(PLANE * BLOCK_T, BLOCK_T).permute((1, 0))
+    x2 = x.slice((PLANE + 1) * BLOCK_T, BLOCK_T).permute((1, 0))
+    running = warpgroup_mma(a1, x1, running, is_async=True)
+    return warpgroup_mma(a2, x2, running, is_async=True), a1, a2
+
+
+@gluon.jit
 def add_stages(
     rings, n, words_ptr, output, begin, end, chunks, N, step,
     SIDE: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
@@ -253,26 +268,26 @@ def add_stages(
             tiles = _load_tiles(buffer, PARTS * CHUNKS, SIDE, LEFT)
         # Between stages no product runs: that one might makes the assembler wait after each.
         running, running2 = warpgroup_mma_init(acc), warpgroup_mma_init(acc2)
-        operands = ()
+        operands = acc, acc2  # of the products that run: none yet
         for pair in gl.static_range(2 * CHUNKS):
             use = X_USES * n + pair // X_PAIRS
             if pair % X_PAIRS == 0:
                 x = inputs[0].index(wait_full(inputs, use))
-            x1 = x.slice(pair % X_PAIRS * 2 * BLOCK_T, BLOCK_T).permute((1, 0))
-            x2 = x.slice((pair % X_PAIRS * 2 + 1) * BLOCK_T, BLOCK_T).permute((1, 0))
             for part in gl.static_range(PARTS):
                 if FEW:
                     codes = tiles[part * CHUNKS + pair // 2]
                 else:
                     codes = _load_codes(buffer, part * CHUNKS + pair // 2, SIDE, LEFT)
-                word = words[pair] if part == 0 else words2[pair]
-                a1, a2 = _unpack(codes, word, pair % 2 == 1, BF16, E2M1)
                 if part == 0:
-                    running = warpgroup_mma(a1, x1, running, is_async=True)
-                    running = warpgroup_mma(a2, x2, running, is_async=True)
+                    running, a1, a2 = _add_planes(
+                        running, codes, words[pair], x, 2 * (pair % X_PAIRS), BLOCK_T,
+                        pair % 2 == 1, BF16, E2M1,
+                    )  # fmt: skip
                 else:
-                    running2 = warpgroup_mma(a1, x1, running2, is_async=True)
-                    running2 = warpgroup_mma(a2, x2, running2, is_async=True)
+                    running2, a1, a2 = _add_planes(
+                        running2, codes, words2[pair], x, 2 * (pair % X_PAIRS), BLOCK_T,
+                        pair % 2 == 1, BF16, E2M1,
+                    )  # fmt: skip
                 if pair > 0 or part > 0:  # until the products before these have ended
                     warpgroup_mma_wait(2, operands)
                 if pair > 0 and pair % X_PAIRS == 0 and part == 0:

@@ -1,9 +1,9 @@
 """Matrix products with weights in INT4 (`tensors.int4`) and activations in 16 bits.
 
-Products of few rows use tiles whose weights are unpacked on their way from shared memory to tensor
-cores. Those of many rows have a kernel on Hopper (`hopper_int4.py`), and use the library elsewhere,
-with weights that are unpacked a part at a time (docs/experiments.md); that of a single row is in
-`int4_row.py`.
+The product of a single row is in `int4_row.py`. Those of more have a kernel of their own on Hopper
+(`hopper_int4.py`). Elsewhere few rows use tiles, whose weights are unpacked on their way from
+shared memory to tensor cores, and many rows the library, with weights that are unpacked a part at a
+time (docs/experiments.md).
 
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
@@ -30,7 +30,7 @@ from nanovllm.kernels.device_features import (
 from nanovllm.kernels.products.int4 import ROWS, numbers_of, unpack_pair
 from nanovllm.kernels.products.int4_row import one_row
 from nanovllm.kernels.products.linear import HALF, multiply_parts
-from nanovllm.kernels.products.tiles import Tiles, empty_parts
+from nanovllm.kernels.products.tiles import SPLITS, Tiles, empty_parts
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.integers import next_power_of_2
@@ -38,6 +38,7 @@ from nanovllm.utils.integers import next_power_of_2
 MAX_ROWS = 256  # for products by tiles
 FEW_ROWS = 64  # up to which tiles have 64 outputs, and are loaded by TMA
 PROGRAMS = 128  # to run at once, with large tiles
+MIN_TILES = 64  # of few rows, from which the kernel on Hopper is faster than that of all GPUs
 
 
 def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
@@ -115,13 +116,26 @@ def _by_tiles(
     return out
 
 
-def takes_hopper_kernel(x: torch.Tensor, weight: Int4Codes) -> bool:
+def takes_hopper_kernel(
+    x: torch.Tensor, weight: Int4Codes, partial: bool = False, gated: bool = False
+) -> bool:
     """Whether `hopper_int4` multiplies x: [T, K] by this weight, rather than the kernel of all GPUs
     or the library.
+
+    Args:
+        partial: whether results may be partial.
+        gated: whether the weight has gates and the values that these multiply.
     """
     whole = len(weight) % 128 == 0 and weight.plane in (32, 64)
-    many = len(x) > FEW_ROWS and x.dtype in HALF and weight.scales.dtype == x.dtype
-    return many and whole and has_own_kernels(x) and can_describe(x)
+    several = len(x) > 1 and _has_tiles(len(x), len(weight), partial, gated)
+    whole &= several and x.dtype in HALF and weight.scales.dtype == x.dtype
+    return whole and has_own_kernels(x) and can_describe(x)
+
+
+def _has_tiles(T: int, N: int, partial: bool, gated: bool) -> bool:
+    """Whether most multiprocessors would have a tile of `hopper_int4`, or there are many rows."""
+    tiles = N // 256 if gated else N // 128 * (SPLITS[-1] if partial else 1)
+    return T > FEW_ROWS or tiles >= MIN_TILES
 
 
 def _by_hopper(x: torch.Tensor, weight: Int4Codes, *args: Any, **options: Any) -> torch.Tensor:
@@ -138,7 +152,7 @@ def gated(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """See `gated.gated_product`."""
-    if not takes_hopper_kernel(x, weight) or len(weight) % 256:
+    if not takes_hopper_kernel(x, weight, gated=True) or len(weight) % 256:
         return None
     return _by_hopper(x, weight, bias, gelu=gelu, out=out)
 
@@ -165,7 +179,7 @@ def linear(
     T, (N, K) = len(x), weight.shape
     if T == 1:
         return one_row(x, weight, bias, partial=partial)
-    if takes_hopper_kernel(x, weight):
+    if takes_hopper_kernel(x, weight, partial):
         return _by_hopper(x, weight, bias, partial)
     tiles = choose_tiles(T, N, K, weight.plane, partial, has_room(x))
     if tiles is not None:
