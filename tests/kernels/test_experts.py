@@ -269,7 +269,7 @@ def test_packed_experts_on_hopper(
     logits[:, 0] += 4
     x = torch.randn(T, M, generator=generator).to(DEVICE, dtype)
     experts, scales = route(logits.to(DEVICE), k, norm=True)
-    monkeypatch.setattr(experts_kernels, "FEW_PAIRS", 0)
+    monkeypatch.setattr(experts_kernels, "FEW_PAIRS", {})
     assert experts_kernels.takes_hopper_kernel(x, w, k)
     monkeypatch.setattr(torch, "empty", lambda *size, **how: torch.full(size, torch.nan, **how))
     monkeypatch.setattr(hopper_experts, "sort_pairs", sorted_pairs)
@@ -293,11 +293,11 @@ def sorted_pairs(experts: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize(
-    "bits", [(16, 16, False), (8, 16, False), (8, 8, False), (8, 8, True), (4, 16, False)]
+    "bits", [(16, 16), (8, 16), (8, 8), (8, 8, True), (4, 16, False, 32), (4, 16, False, 64)]
 )
 @pytest.mark.parametrize(("k", "E"), [(2, 8), (8, 64), (8, 128), (4, 32), (4, 128)])
 def test_products_of_every_number_of_tokens_are_rehearsed(
-    k: int, E: int, bits: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch
+    k: int, E: int, bits: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products of Mixtral, OLMoE, Qwen3 and gpt-oss, on a GPU with room for large tiles."""
     monkeypatch.setattr(experts_tiles, "has_room", lambda x: True)

@@ -25,7 +25,8 @@ from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.tensors.mxfp4 import Mxfp4Codes
 
 LARGE_STEP = 1024  # rows from which partial results are rounded
-FEW_PAIRS = 12  # of an expert with weights of 4 bits, up to which tiles are faster on Hopper
+# Pairs of an expert up to which tiles are faster on Hopper (measured on an H100).
+FEW_PAIRS: dict[type, int] = {Int4Codes: 12, Mxfp4Codes: 40}
 
 
 def gated_experts(
@@ -72,9 +73,10 @@ def takes_hopper_kernel(x: torch.Tensor, weights: ExpertWeights, k: int) -> bool
     """Whether `hopper_experts` multiplies x: [T, M] by k of these experts for each row. A few rows
     of an expert are faster by tiles, of which a multiprocessor has several at once.
     """
-    if len(x) > 1 and len(x) * k <= FEW_PAIRS * weights.num_experts:
-        return False
     gate_up, down = weights.gate_up, weights.down
+    few = FEW_PAIRS.get(type(gate_up), 0) * weights.num_experts
+    if len(x) > 1 and len(x) * k <= few:
+        return False
     if isinstance(gate_up, Int4Codes) and isinstance(down, Int4Codes):
         fits = {gate_up.plane, down.plane} <= {32, 64}
     else:

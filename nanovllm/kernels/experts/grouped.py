@@ -366,7 +366,8 @@ def grouped(
     (k, T, M), E, I = out.shape, weights.num_experts, shape_of(weights.down)[1]
     x_block = act_block(weights, x.dtype)
     bits, by_blocks = 16 if x_block is None else 8, bool(x_block)
-    tiles = tiles or choose_tiles(T * k, E, x, gate_up.bits, bits, by_blocks)
+    plane = gate_up.constants["PLANE"]
+    tiles = tiles or choose_tiles(T * k, E, x, gate_up.bits, bits, by_blocks, plane)
     common = {
         **{"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E), "ASM": has_ptx(x)},
         **{"BLOCK_T": tiles.block_t, "LEFT": tiles.left},

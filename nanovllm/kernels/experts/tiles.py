@@ -45,12 +45,12 @@ MAX_IN_8_BITS = {
 MANY_IN_8_BITS = Tiles(128, 128, 128, 128, warps=8, stages=4, left=False)
 MANY_BY_BLOCKS = MANY_IN_8_BITS._replace(block_i=64)
 # The same for weights in 4 bits, unpacked for each tile of rows, whose chunks of columns have a
-# size of their own.
+# size of their own; of the larger ones a stage less is loaded ahead.
 MAX_OF_4_BITS = {
     12: Tiles(16, 64, 64, 0, warps=4, stages=4, left=True),
     24: Tiles(32, 64, 64, 0, warps=4, stages=4, left=True),
 }
-MANY_OF_4_BITS = Tiles(64, 64, 64, 0, warps=4, stages=2, left=True)
+MANY_OF_4_BITS = Tiles(64, 64, 64, 0, warps=4, stages=3, left=True)
 # For 64 KiB of shared memory: for few pairs, and for many.
 LITTLE_ROOM = (
     Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),
@@ -59,7 +59,13 @@ LITTLE_ROOM = (
 
 
 def choose_tiles(
-    N: int, E: int, x: torch.Tensor, weight_bits: int = 16, bits: int = 16, by_blocks: bool = False
+    N: int,
+    E: int,
+    x: torch.Tensor,
+    weight_bits: int = 16,
+    bits: int = 16,
+    by_blocks: bool = False,
+    plane: int = 0,
 ) -> Tiles:
     """Choose tiles for N pairs of E experts, in x's dtype and on its device.
 
@@ -67,6 +73,7 @@ def choose_tiles(
         weight_bits: bits of a weight.
         bits: bits of an activation in the products.
         by_blocks: whether scales of activations are of blocks of columns, not of whole rows.
+        plane: columns of a plane of packed weights; 0 of others.
     """
     if x.dtype not in HALF or not has_room(x):
         tiles = LITTLE_ROOM[N > 8 * E]
@@ -77,4 +84,5 @@ def choose_tiles(
         (8, 8): (MAX_IN_8_BITS, MANY_BY_BLOCKS if by_blocks else MANY_IN_8_BITS),
         (4, 16): (MAX_OF_4_BITS, MANY_OF_4_BITS),
     }[weight_bits, bits]
-    return next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
+    tiles = next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
+    return tiles._replace(stages=tiles.stages - 1) if plane == 64 else tiles
