@@ -176,9 +176,7 @@ def compile_gated_products(dtype: str) -> None:
 
 
 def compile_int4_products(dtype: str, count: int) -> None:
-    """Compile the first `count` of the products of many rows by weights in INT4: gated, whole, in
-    parts.
-    """
+    """Compile the first `count` of the products by weights in INT4: gated, whole, in parts."""
     from nanovllm.kernels.products.hopper_int4 import Tiles, hopper_int4
     from nanovllm.tensors.int4 import Int4Codes
 
@@ -187,7 +185,7 @@ def compile_int4_products(dtype: str, count: int) -> None:
     scales = torch.empty(K // 128, N, 2, dtype=kind, device=GPU)
     weight = Int4Codes(data, scales, 128)
     ways = [((block_t, 2, 1), False) for block_t in (128, 64)]
-    ways += [(tiles, None) for tiles in ((64, 1, 1), (128, 1, 4), (128, 2, 1))]
+    ways += [(tiles, None) for tiles in ((16, 1, 1), (128, 1, 4), (128, 2, 1))]
     for rows in (70, 1000):
         x = torch.empty(rows, K, dtype=kind, device=GPU)
         for tiles, gelu in ways[:count]:

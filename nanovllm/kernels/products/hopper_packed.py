@@ -226,6 +226,54 @@ def _add_planes(
 
 
 @gluon.jit
+def _add_stage(
+    weights, inputs, n, acc, acc2, words, words2,
+    SIDE: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, BLOCK_T: gl.constexpr,
+    BF16: gl.constexpr, E2M1: gl.constexpr,
+):  # fmt: skip
+    """The sums of both parts with those of a stage, the n-th use of the ring of weights."""
+    FEW: gl.constexpr = BLOCK_T <= _FEW_ROWS
+    CHUNKS: gl.constexpr = _COLUMNS // (_PLANES * P)
+    X_PAIRS: gl.constexpr = inputs[0].shape[1] // (2 * BLOCK_T)
+    X_USES: gl.constexpr = 2 * CHUNKS // X_PAIRS
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    buffer = weights[0].index(wait_full(weights, n))
+    if FEW:
+        tiles = _load_tiles(buffer, PARTS * CHUNKS, SIDE, LEFT)
+    running, running2 = warpgroup_mma_init(acc), warpgroup_mma_init(acc2)
+    operands = acc, acc2  # of the products that run: none yet
+    for pair in gl.static_range(2 * CHUNKS):
+        use = X_USES * n + pair // X_PAIRS
+        if pair % X_PAIRS == 0:
+            x = inputs[0].index(wait_full(inputs, use))
+        for part in gl.static_range(PARTS):
+            if FEW:
+                codes = tiles[part * CHUNKS + pair // 2]
+            else:
+                codes = _load_codes(buffer, part * CHUNKS + pair // 2, SIDE, LEFT)
+            if part == 0:
+                running, a1, a2 = _add_planes(
+                    running, codes, words[pair], x, 2 * (pair % X_PAIRS), BLOCK_T, pair % 2 == 1,
+                    BF16, E2M1,
+                )  # fmt: skip
+            else:
+                running2, a1, a2 = _add_planes(
+                    running2, codes, words2[pair], x, 2 * (pair % X_PAIRS), BLOCK_T, pair % 2 == 1,
+                    BF16, E2M1,
+                )  # fmt: skip
+            if pair > 0 or part > 0:  # until the products before these have ended
+                warpgroup_mma_wait(2, operands)
+            if pair > 0 and pair % X_PAIRS == 0 and part == 0:
+                leave(inputs, use - 1)
+            operands = a1, a2
+    # No product runs on into the next stage: the assembler would make warps wait after each.
+    ended = warpgroup_mma_wait(0, (running, running2, operands[0], operands[1]))
+    leave(inputs, X_USES * n + X_USES - 1)
+    leave(weights, n)
+    return ended[0], ended[1]
+
+
+@gluon.jit
 def add_stages(
     rings, n, words_ptr, output, begin, end, chunks, N, step,
     SIDE: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
@@ -246,10 +294,6 @@ def add_stages(
         none), and the uses of the ring of weights.
     """
     weights, inputs = rings
-    FEW: gl.constexpr = BLOCK_T <= _FEW_ROWS
-    CHUNKS: gl.constexpr = _COLUMNS // (_PLANES * P)
-    X_PAIRS: gl.constexpr = inputs[0].shape[1] // (2 * BLOCK_T)
-    X_USES: gl.constexpr = 2 * CHUNKS // X_PAIRS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     acc = gl.zeros([_HALF, BLOCK_T], gl.float32, SUMS)
@@ -263,40 +307,9 @@ def add_stages(
         following = gl.minimum(stage + 1, end - 1)
         ahead = _words_of(ptrs, following, chunks, N, GROUP, P, E2M1)
         ahead2 = _words_of(ptrs2, following, chunks, N, GROUP, P, E2M1) if PARTS == 2 else ahead
-        buffer = weights[0].index(wait_full(weights, n))
-        if FEW:
-            tiles = _load_tiles(buffer, PARTS * CHUNKS, SIDE, LEFT)
-        # Between stages no product runs: that one might makes the assembler wait after each.
-        running, running2 = warpgroup_mma_init(acc), warpgroup_mma_init(acc2)
-        operands = acc, acc2  # of the products that run: none yet
-        for pair in gl.static_range(2 * CHUNKS):
-            use = X_USES * n + pair // X_PAIRS
-            if pair % X_PAIRS == 0:
-                x = inputs[0].index(wait_full(inputs, use))
-            for part in gl.static_range(PARTS):
-                if FEW:
-                    codes = tiles[part * CHUNKS + pair // 2]
-                else:
-                    codes = _load_codes(buffer, part * CHUNKS + pair // 2, SIDE, LEFT)
-                if part == 0:
-                    running, a1, a2 = _add_planes(
-                        running, codes, words[pair], x, 2 * (pair % X_PAIRS), BLOCK_T,
-                        pair % 2 == 1, BF16, E2M1,
-                    )  # fmt: skip
-                else:
-                    running2, a1, a2 = _add_planes(
-                        running2, codes, words2[pair], x, 2 * (pair % X_PAIRS), BLOCK_T,
-                        pair % 2 == 1, BF16, E2M1,
-                    )  # fmt: skip
-                if pair > 0 or part > 0:  # until the products before these have ended
-                    warpgroup_mma_wait(2, operands)
-                if pair > 0 and pair % X_PAIRS == 0 and part == 0:
-                    leave(inputs, use - 1)
-                operands = a1, a2
-        ended = warpgroup_mma_wait(0, (running, running2, operands[0], operands[1]))
-        acc, acc2 = ended[0], ended[1]
-        leave(inputs, X_USES * n + X_USES - 1)
-        leave(weights, n)
+        acc, acc2 = _add_stage(
+            weights, inputs, n, acc, acc2, words, words2, SIDE, P, PARTS, BLOCK_T, BF16, E2M1
+        )
         words, words2 = ahead, ahead2
         n += 1
     return acc, acc2, n
