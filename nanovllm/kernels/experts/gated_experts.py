@@ -65,7 +65,8 @@ def gated_experts(
     if tiles is None and takes_hopper_kernel(x, weights, k):
         _by_hopper(x, weights, experts, scales, out)
     else:
-        grouped(x, weights, *sort_pairs(experts, E), scales, out, tiles)
+        order, starts = sort_pairs(experts, E) if len(x) > 1 else (None, experts)
+        grouped(x, weights, order, starts, scales, out, tiles)
     return out
 
 

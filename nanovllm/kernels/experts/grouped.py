@@ -38,8 +38,20 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 
 
 @triton.jit
-def _tile(starts_ptr, tile, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The expert of a tile, E if there is none, and the begin and end of its sorted pairs."""
+def _tile(
+    order_ptr, starts_ptr, tile, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """The expert of a tile, E if there is none, and the begin and end of its sorted pairs. Those of
+    a single token are not sorted: each is a tile, and `starts_ptr` has their experts.
+    """
+    if order_ptr is None:
+        return tl.load(starts_ptr + tile), tile, tile + 1
+    else:
+        return _sorted_tile(starts_ptr, tile, E, E_PAD, BLOCK_T)
+
+
+@triton.jit
+def _sorted_tile(starts_ptr, tile, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr):
     e = tl.arange(0, E_PAD)
     first = tl.load(starts_ptr + e, mask=e < E, other=0)
     behind = tl.load(starts_ptr + e + 1, mask=e < E, other=0)
@@ -207,11 +219,11 @@ def _gate_up_kernel(
     # scale. Weights in 4 bits have a PLANE.
     launch_dependents(PDL)
     wait(PDL)
-    expert, begin, end = _tile(starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
+    expert, begin, end = _tile(order_ptr, starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
     if expert >= E:
         return
     t = begin + tl.arange(0, BLOCK_T)
-    pairs = tl.load(order_ptr + t, mask=t < end, other=0)
+    pairs = t if order_ptr is None else tl.load(order_ptr + t, mask=t < end, other=0)
     first = tl.program_id(0) * BLOCK_I
     token, used = (pairs // K).to(tl.int64), t < end
     row = expert * 2 * I + first
@@ -269,7 +281,7 @@ def _down_kernel(
     # One program: BLOCK_M columns of the weighted results of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
     wait(PDL)
-    expert, begin, end = _tile(starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
+    expert, begin, end = _tile(order_ptr, starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
     if expert >= E:
         return
     first = tl.program_id(0) * BLOCK_M
@@ -297,7 +309,7 @@ def _down_kernel(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * M + m, mask=m < M, other=0.0)
         acc += bias.to(tl.float32)[None, :]
-    pairs = tl.load(order_ptr + t, mask=t < end, other=0)
+    pairs = t if order_ptr is None else tl.load(order_ptr + t, mask=t < end, other=0)
     scale = tl.load(scale_ptr + pairs, mask=t < end, other=0.0)
     rows = (pairs % K).to(tl.int64) * T + pairs // K
     out = (acc * scale[:, None]).to(out_ptr.dtype.element_ty)
@@ -346,18 +358,18 @@ def _scale_block(rows: int, columns: int) -> dict[str, int]:
 def grouped(
     x: torch.Tensor,
     weights: ExpertWeights,
-    order: torch.Tensor,
+    order: torch.Tensor | None,
     starts: torch.Tensor,
     scales: torch.Tensor,
     out: torch.Tensor,
     tiles: Tiles | None = None,
 ) -> None:
-    """`gated_experts` of sorted pairs.
+    """`gated_experts` of sorted pairs, or those of a single token.
 
     Args:
         x: [T, M]
         weights: experts of the layer.
-        order, starts: see `sort_pairs`.
+        order, starts: see `sort_pairs`; of a single token None, and [1, k] its experts.
         scales: [T, k] float32.
         out: [k, T, M], buffer for the results.
         tiles: tiles of the products; None: chosen here.
@@ -391,13 +403,13 @@ def _gate_up(
     x_block: int | None,
     weights: ExpertWeights,
     gate_up: Operand,
-    order: torch.Tensor,
+    order: torch.Tensor | None,
     starts: torch.Tensor,
     tiles: Tiles,
     common: dict[str, Any],
 ) -> torch.Tensor | Codes:
     """The inner values of all pairs, in the order of their experts: [T * k, I]."""
-    N, E, I = len(order), weights.num_experts, shape_of(weights.down)[1]
+    N, E, I = len(x) * common["K"], weights.num_experts, shape_of(weights.down)[1]
     inner: torch.Tensor | Codes
     if x_block is None:
         tokens, x_scales, inner = x.contiguous(), None, spare_rows(N, I, like=x)
