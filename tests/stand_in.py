@@ -177,19 +177,20 @@ def compile_gated_products(dtype: str) -> None:
 
 def compile_int4_products(dtype: str, count: int) -> None:
     """Compile the first `count` of the products by weights in INT4: gated, whole, in parts."""
-    from nanovllm.kernels.products.hopper_int4 import Tiles, hopper_int4
+    from nanovllm.kernels.products.hopper_int4 import hopper_int4
+    from nanovllm.kernels.products.tiles import Tiles
     from nanovllm.tensors.int4 import Int4Codes
 
     kind, N, K = getattr(torch, dtype), 512, 1024
     data = torch.empty(N, K // 4, dtype=torch.int16, device=GPU)
     scales = torch.empty(K // 128, N, 2, dtype=kind, device=GPU)
     weight = Int4Codes(data, scales, 128)
-    ways = [((block_t, 2, 1), False) for block_t in (128, 64)]
-    ways += [(tiles, None) for tiles in ((16, 1, 1), (128, 1, 4), (128, 2, 1))]
+    ways = [((block_t, 256, 256, 1), False) for block_t in (128, 64)]
+    ways += [((*size, 256, S), None) for *size, S in ((16, 128, 1), (128, 128, 4), (128, 256, 1))]
     for rows in (70, 1000):
         x = torch.empty(rows, K, dtype=kind, device=GPU)
         for tiles, gelu in ways[:count]:
-            hopper_int4(x, weight, None, tiles[2] > 1, gelu, tiles=Tiles(*tiles))
+            hopper_int4(x, weight, None, tiles[3] > 1, gelu, tiles=Tiles(*tiles))
 
 
 def compile_packed_experts(dtype: str) -> None:

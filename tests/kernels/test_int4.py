@@ -1,5 +1,6 @@
 """Products with weights in 4 bits, against float64 of the numbers that the codes mean."""
 
+import math
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from nanovllm.kernels.device_features import has_room
 from nanovllm.kernels.products import hopper_int4 as on_hopper
 from nanovllm.kernels.products import int4_linear, int4_row
 from nanovllm.kernels.products import linear as kernels_linear
-from nanovllm.kernels.products.hopper_int4 import Tiles, hopper_int4
+from nanovllm.kernels.products.hopper_int4 import hopper_int4
 from nanovllm.kernels.products.int4_linear import (
     FEW_ROWS,
     can_multiply,
@@ -29,6 +30,7 @@ from nanovllm.kernels.products.int4_linear import (
     multiply_into,
     numbers_of,
 )
+from nanovllm.kernels.products.tiles import Tiles
 from nanovllm.layers.weights.int4 import Int4Weight
 from nanovllm.layers.weights.weight import Gate
 from nanovllm.tensors.int4 import OFFSETS, Int4Codes, pack, plane_size, unpack
@@ -135,6 +137,9 @@ def test_products(
 @pytest.mark.parametrize(
     ("T", "N", "K", "group", "tiles"),
     [
+        (5, 256, 1024, 128, (16, 1, 4)),  # each part of the sum has one stage
+        (20, 512, 896, 64, (32, 2, 1)),  # planes of 32, and half a stage
+        (60, 256, 1024, 128, (64, 2, 2)),
         (65, 128, 384, 128, (64, 1, 1)),  # planes of 32, and fewer items than multiprocessors
         (200, 256, 512, 64, (128, 1, 2)),
         (200, 512, 1024, 128, (128, 2, 4)),  # each part of the sum has one chunk of columns
@@ -144,7 +149,7 @@ def test_products(
         (128, 6144, 4096, 128, None),
     ],
 )
-def test_many_rows_on_hopper(
+def test_rows_on_hopper(
     T: int,
     N: int,
     K: int,
@@ -158,9 +163,8 @@ def test_many_rows_on_hopper(
     x[T:] = torch.nan
     x, (weight, numbers) = x[:T], weight_of(N, K, group, dtype)
     bias = randn(N, seed=5, dtype=dtype)
-    assert int4_linear.takes_hopper_kernel(x, weight)
-    assert not int4_linear.takes_hopper_kernel(x[:FEW_ROWS], weight)
-    of_call = Tiles(*tiles) if tiles else None
+    assert int4_linear.takes_hopper_kernel(x, weight) == (T > FEW_ROWS)  # the weights are small
+    of_call = Tiles(tiles[0], 128 * tiles[1], 256, tiles[2]) if tiles else None
     partial = tiles is None or tiles[2] > 1
     monkeypatch.setattr(torch, "empty", lambda *size, **how: torch.full(size, torch.nan, **how))
     out = hopper_int4(x, weight, bias, partial, tiles=of_call)
@@ -233,12 +237,11 @@ def test_tiles_on_hopper(M: int, I: int, Q: int, KV: int, ranks: int) -> None:
             if not int4_linear._has_tiles(T, N, partial, gated):
                 assert T <= FEW_ROWS
                 continue
-            block_t, parts, splits = on_hopper.choose_tiles(T, N, K, 132, partial, gated)
-            assert N % (parts * 128) == 0 and -(-K // 256) % splits == 0
-            assert (parts == 2 or not gated) and (partial or splits == 1)
-            items = -(-T // block_t) * (N // (128 * parts)) * splits
-            assert items >= min(48, N // 128), (T, N, K)
-            found.add((block_t, parts, splits > 1, gated, P))
+            tiles = on_hopper.choose_tiles(T, N, K, 132, partial, gated)
+            assert N % tiles.block_n == 0 and -(-K // 256) % tiles.splits == 0
+            assert (tiles.block_n == 256 or not gated) and (partial or tiles.splits == 1)
+            assert math.prod(tiles.grid(T, N)) >= min(48, N // 128), (T, N, K)
+            found.add((tiles.block_t, tiles.block_n, tiles.splits > 1, gated, P))
         return found
 
     rehearsed = set().union(*(variants(T) for T in ROWS if T > 1))

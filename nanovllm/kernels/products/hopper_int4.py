@@ -6,7 +6,7 @@ Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
 
 import itertools
-from typing import NamedTuple
+import math
 
 import torch
 from triton.experimental import gluon
@@ -27,7 +27,7 @@ from nanovllm.kernels.products.hopper_packed import (
     ring_sizes,
 )
 from nanovllm.kernels.products.linear import MAX_ROWS
-from nanovllm.kernels.products.tiles import SPLITS, empty_parts
+from nanovllm.kernels.products.tiles import SPLITS, Tiles, empty_parts
 from nanovllm.kernels.rings import tiles_of
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import num_multiprocessors
@@ -44,16 +44,6 @@ _OUTPUTS = gl.constexpr(OUTPUTS)
 _HALF = gl.constexpr(OUTPUTS // 2)
 
 
-class Tiles(NamedTuple):
-    """The tiles of a product: `block_t` rows by `parts` times OUTPUTS outputs, and `splits` of its
-    sum.
-    """
-
-    block_t: int
-    parts: int
-    splits: int
-
-
 def choose_tiles(
     T: int, N: int, K: int, num_processors: int, partial: bool = False, gated: bool = False
 ) -> Tiles:
@@ -66,24 +56,23 @@ def choose_tiles(
         partial: whether results may be partial.
         gated: whether the weight has gates and the values that these multiply.
     """
-    stages, several = cdiv(K, COLUMNS), 2 if gated or N % (2 * OUTPUTS) == 0 else 1
+    stages, widest = cdiv(K, COLUMNS), 2 * OUTPUTS if gated or N % (2 * OUTPUTS) == 0 else OUTPUTS
     if T > ROOMY:
-        return Tiles(MANY_ROWS, several, 1)
+        return Tiles(MANY_ROWS, widest, COLUMNS)
 
     def cycles(tiles: Tiles) -> float:
-        block_t, parts, splits = tiles
-        product = parts * OUTPUTS * block_t * COLUMNS / 2048  # multiplications per cycle
-        unpacking = SHARE * product + parts * UNPACKING + WAITS
-        items = cdiv(T, block_t) * (N // (OUTPUTS * parts)) * splits
-        of_item = stages // splits * max(product, unpacking) + EDGES
-        return cdiv(items, num_processors) * of_item
+        product = tiles.block_n * tiles.block_t * COLUMNS / 2048  # multiplications per cycle
+        unpacking = SHARE * product + tiles.block_n // OUTPUTS * UNPACKING + WAITS
+        of_item = stages // tiles.splits * max(product, unpacking) + EDGES
+        return cdiv(math.prod(tiles.grid(T, N)), num_processors) * of_item
 
-    rows, sums = [MANY_ROWS], [1]
+    rows, splits = [MANY_ROWS], [1]
     if T <= MAX_ROWS:
         rows = [FEW_ROWS, MANY_ROWS] if T > FEW_ROWS else [max(16, next_power_of_2(T))]
-        sums += [S for S in SPLITS if partial and stages % S == 0]
-    parts = {2 if gated else 1, several}
-    return min(itertools.starmap(Tiles, itertools.product(rows, parts, sums)), key=cycles)
+        splits += [S for S in SPLITS if partial and stages % S == 0]
+    widths = {2 * OUTPUTS if gated else OUTPUTS, widest}
+    sizes = itertools.product(rows, widths, [COLUMNS], splits)
+    return min(itertools.starmap(Tiles, sizes), key=cycles)
 
 
 @gluon.jit
@@ -230,17 +219,16 @@ def hopper_int4(
     (T, K), N, P = x.shape, len(weight), weight.plane
     gated, processors = gelu is not None, num_multiprocessors(x.device.index)
     tiles = tiles or choose_tiles(T, N, K, processors, partial, gated)
-    block_t, parts, splits = tiles
-    width = N // 2 if gated else N
+    block_t, parts, width = tiles.block_t, tiles.block_n // OUTPUTS, N // 2 if gated else N
     if out is None:
-        out = empty_parts(splits, T, width, x.dtype, x.device)
-    row_tiles, output_tiles = cdiv(T, block_t), N // (OUTPUTS * parts)
+        out = empty_parts(tiles.splits, T, width, x.dtype, x.device)
+    row_tiles, output_tiles, splits = tiles.grid(T, N)
     group, items = max(1, IN_CACHE // (block_t * K * 2)), row_tiles * output_tiles * splits
     matrix, words, constants = packed(weight)
     _hopper_int4_kernel[(min(processors, items),)](
         tiles_of(x, block_t, P), matrix, words, bias, out, T, N, items, row_tiles, output_tiles,
         group, width if gated else OUTPUTS, cdiv(K, COLUMNS) // splits, K // (PLANES * P),
-        PARTS=parts, WIDTH=OUTPUTS if gated else OUTPUTS * parts, BLOCK_T=block_t, GATED=gated,
+        PARTS=parts, WIDTH=OUTPUTS if gated else tiles.block_n, BLOCK_T=block_t, GATED=gated,
         GELU=bool(gelu), num_warps=4, **constants, **ring_sizes(P, parts, block_t),
         **pdl_options(x),
     )  # fmt: skip
