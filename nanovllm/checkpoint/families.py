@@ -133,7 +133,7 @@ def _qwen3_next(raw: Raw) -> Raw:
     if gate not in ("swish", "silu"):
         raise ValueError(f"config.json: `output_gate_type` {gate!r} is not supported, only 'swish'")
     if not read_value(raw, "attn_output_gate", bool, True):
-        raise ValueError("config.json: `attn_output_gate` false is not supported")
+        raise ValueError("config.json: `attn_output_gate` false is not supported, only true")
     if raw.get("layer_types") is not None:
         return {}
     interval = read_value(raw, "full_attention_interval", int, 4)
