@@ -194,7 +194,7 @@ def _write_weighted(
 def _multiply(
     rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T, outputs, output_tiles,
     stages, chunks, rows, step, N,
-    SIDE: gl.constexpr, K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr,
+    SIDE: gl.constexpr, TAIL: gl.constexpr, K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr,
     GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr,
     BLOCK_T: gl.constexpr, BF16: gl.constexpr, E2M1: gl.constexpr, GATED: gl.constexpr,
     GELU: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr,
@@ -207,8 +207,8 @@ def _multiply(
             item, starts_ptr, output_tiles, experts, WIDTH, BLOCK_T, ONE
         )
         acc, acc2, n = add_stages(
-            rings, n, words_ptr, expert * rows + output, 0, stages, chunks, N, step, SIDE, GROUP, P,
-            PARTS, BLOCK_T, BF16, E2M1,
+            rings, n, words_ptr, expert * rows + output, 0, stages, chunks, N, step, TAIL, SIDE,
+            GROUP, P, PARTS, BLOCK_T, BF16, E2M1,
         )  # fmt: skip
         output += SIDE * _HALF
         if GATED:
@@ -233,8 +233,9 @@ def _multiply(
 def _hopper_experts_kernel(
     x_desc, weight_desc, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T, outputs,
     output_tiles, stages, chunks, rows, step, N,
-    K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr,
-    E2M1: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr,
+    TAIL: gl.constexpr, K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr,
+    GROUP: gl.constexpr, P: gl.constexpr, E2M1: gl.constexpr, PARTS: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCK_T: gl.constexpr,
     STAGES: gl.constexpr, X_STAGES: gl.constexpr, X_PAIRS: gl.constexpr, GATED: gl.constexpr,
     GELU: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -248,11 +249,11 @@ def _hopper_experts_kernel(
     gl.warp_specialize(
         [
             (_multiply, (rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
-                outputs, output_tiles, stages, chunks, rows, step, N, 0, K, E, E_PAD, GROUP, P,
-                PARTS, WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT, ONE)),
+                outputs, output_tiles, stages, chunks, rows, step, N, 0, TAIL, K, E, E_PAD, GROUP,
+                P, PARTS, WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT, ONE)),
             (_multiply, (rings, words_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
-                outputs, output_tiles, stages, chunks, rows, step, N, 1, K, E, E_PAD, GROUP, P,
-                PARTS, WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT, ONE)),
+                outputs, output_tiles, stages, chunks, rows, step, N, 1, TAIL, K, E, E_PAD, GROUP,
+                P, PARTS, WIDTH, BLOCK_T, BF16, E2M1, GATED, GELU, LIMIT, ONE)),
             (_copy, (rings, x_desc, weight_desc, starts_ptr, output_tiles, stages, rows, step, N, K,
                 E, E_PAD, P, PARTS, WIDTH, E2M1, GATED, ONE)),
         ],
@@ -307,11 +308,12 @@ def hopper_experts(
         parts = 1 if T == 1 and not gated else 2  # the fewer, the more programs have a tile
         matrix, words, constants = packed(weight)
         P, width = constants["P"], OUTPUTS if gated else OUTPUTS * parts
+        columns = source.shape[1]
         _hopper_experts_kernel[(num_multiprocessors(x.device.index),)](
             tiles_of(source, block_t, P), matrix, words, bias, order, starts, scales, into, T,
-            outputs, cdiv(outputs, width), cdiv(source.shape[1], COLUMNS),
-            cdiv(source.shape[1], PLANES * P),
-            2 * I if gated else M, I if gated else OUTPUTS, len(weight), PARTS=parts, WIDTH=width,
+            outputs, cdiv(outputs, width), cdiv(columns, COLUMNS), cdiv(columns, PLANES * P),
+            2 * I if gated else M, I if gated else OUTPUTS, len(weight),
+            TAIL=cdiv(columns % COLUMNS or COLUMNS, 2 * P), PARTS=parts, WIDTH=width,
             GATED=gated, GELU=gelu, LIMIT=limit, num_warps=4, **common, **constants,
             **ring_sizes(P, parts, block_t), **pdl_options(x),
         )  # fmt: skip

@@ -40,7 +40,7 @@ IN_CACHE = 2**24  # bytes of rows whose tiles come before all others, to stay in
 UNPACKING, WAITS, EDGES, SHARE = 600, 800, 6000, 0.3
 MANY_ROWS = 128  # of a tile
 ROOMY = 512  # rows above which all multiprocessors have the largest tiles
-_OUTPUTS = gl.constexpr(OUTPUTS)
+_OUTPUTS, _COLUMNS = gl.constexpr(OUTPUTS), gl.constexpr(COLUMNS)
 _HALF = gl.constexpr(OUTPUTS // 2)
 
 
@@ -144,8 +144,8 @@ def _multiply(
         row, output, split = _place_of(item, row_tiles, output_tiles, group, WIDTH, BLOCK_T)
         begin, end = split * span, (split + 1) * span
         acc, acc2, n = add_stages(
-            rings, n, words_ptr, output, begin, end, chunks, N, step, SIDE, GROUP, P, PARTS,
-            BLOCK_T, BF16, False,
+            rings, n, words_ptr, output, begin, end, chunks, N, step, _COLUMNS // (2 * P), SIDE,
+            GROUP, P, PARTS, BLOCK_T, BF16, False,
         )  # fmt: skip
         _write(
             acc, acc2, bias_ptr, out_ptr, row, output + SIDE * _HALF, split, T, N, step, PARTS,

@@ -227,11 +227,13 @@ def _add_planes(
 
 @gluon.jit
 def _add_stage(
-    weights, inputs, n, acc, acc2, words, words2,
+    weights, inputs, n, acc, acc2, words, words2, PAIRS: gl.constexpr,
     SIDE: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, BLOCK_T: gl.constexpr,
     BF16: gl.constexpr, E2M1: gl.constexpr,
 ):  # fmt: skip
-    """The sums of both parts with those of a stage, the n-th use of the ring of weights."""
+    """The sums of both parts with those of a stage, the n-th use of the ring of weights, of which
+    the first PAIRS pairs of planes have columns.
+    """
     FEW: gl.constexpr = BLOCK_T <= _FEW_ROWS
     CHUNKS: gl.constexpr = _COLUMNS // (_PLANES * P)
     X_PAIRS: gl.constexpr = inputs[0].shape[1] // (2 * BLOCK_T)
@@ -242,7 +244,7 @@ def _add_stage(
         tiles = _load_tiles(buffer, PARTS * CHUNKS, SIDE, LEFT)
     running, running2 = warpgroup_mma_init(acc), warpgroup_mma_init(acc2)
     operands = acc, acc2  # of the products that run: none yet
-    for pair in gl.static_range(2 * CHUNKS):
+    for pair in gl.static_range(PAIRS):
         use = X_USES * n + pair // X_PAIRS
         if pair % X_PAIRS == 0:
             x = inputs[0].index(wait_full(inputs, use))
@@ -268,14 +270,17 @@ def _add_stage(
             operands = a1, a2
     # No product runs on into the next stage: the assembler would make warps wait after each.
     ended = warpgroup_mma_wait(0, (running, running2, operands[0], operands[1]))
-    leave(inputs, X_USES * n + X_USES - 1)
+    leave(inputs, X_USES * n + (PAIRS - 1) // X_PAIRS)
+    for unused in gl.static_range((PAIRS - 1) // X_PAIRS + 1, X_USES):
+        wait_full(inputs, X_USES * n + unused)
+        leave(inputs, X_USES * n + unused)
     leave(weights, n)
     return ended[0], ended[1]
 
 
 @gluon.jit
 def add_stages(
-    rings, n, words_ptr, output, begin, end, chunks, N, step,
+    rings, n, words_ptr, output, begin, end, chunks, N, step, TAIL: gl.constexpr,
     SIDE: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
     BLOCK_T: gl.constexpr, BF16: gl.constexpr, E2M1: gl.constexpr,
 ):  # fmt: skip
@@ -287,6 +292,7 @@ def add_stages(
         chunks: chunks of columns of the weights.
         N: all outputs; a tile may reach beyond the last.
         step: outputs between the two parts of a tile.
+        TAIL: pairs of planes of the last stage that have columns.
         SIDE: the group's half of the outputs: 0 or 1.
 
     Returns:
@@ -294,6 +300,7 @@ def add_stages(
         none), and the uses of the ring of weights.
     """
     weights, inputs = rings
+    PAIRS: gl.constexpr = _COLUMNS // (2 * P)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     acc = gl.zeros([_HALF, BLOCK_T], gl.float32, SUMS)
@@ -303,13 +310,18 @@ def add_stages(
     ptrs2 = words_ptr + gl.minimum(rows + step, N - 1)
     words = _words_of(ptrs, begin, chunks, N, GROUP, P, E2M1)
     words2 = _words_of(ptrs2, begin, chunks, N, GROUP, P, E2M1) if PARTS == 2 else words
-    for stage in range(begin, end):
+    for stage in range(begin, end if TAIL == PAIRS else end - 1):
         following = gl.minimum(stage + 1, end - 1)
         ahead = _words_of(ptrs, following, chunks, N, GROUP, P, E2M1)
         ahead2 = _words_of(ptrs2, following, chunks, N, GROUP, P, E2M1) if PARTS == 2 else ahead
         acc, acc2 = _add_stage(
-            weights, inputs, n, acc, acc2, words, words2, SIDE, P, PARTS, BLOCK_T, BF16, E2M1
+            weights, inputs, n, acc, acc2, words, words2, PAIRS, SIDE, P, PARTS, BLOCK_T, BF16, E2M1
         )
         words, words2 = ahead, ahead2
+        n += 1
+    if TAIL < PAIRS:
+        acc, acc2 = _add_stage(
+            weights, inputs, n, acc, acc2, words, words2, TAIL, SIDE, P, PARTS, BLOCK_T, BF16, E2M1
+        )
         n += 1
     return acc, acc2, n
