@@ -176,7 +176,7 @@ def compile_gated_products(dtype: str) -> None:
 
 
 def compile_int4_products(dtype: str, count: int) -> None:
-    """Compile the first `count` of the products by weights in INT4: gated, whole, in parts."""
+    """Compile the first `count` of some products by weights in INT4."""
     from nanovllm.kernels.products.hopper_int4 import hopper_int4
     from nanovllm.kernels.products.tiles import Tiles
     from nanovllm.tensors.int4 import Int4Codes
@@ -190,7 +190,7 @@ def compile_int4_products(dtype: str, count: int) -> None:
     for rows in (70, 1000):
         x = torch.empty(rows, K, dtype=kind, device=GPU)
         for tiles, gelu in ways[:count]:
-            hopper_int4(x, weight, None, tiles[3] > 1, gelu, tiles=Tiles(*tiles))
+            hopper_int4(x, weight, None, gelu, tiles=Tiles(*tiles))
 
 
 def compile_packed_experts(dtype: str) -> None:
@@ -200,19 +200,20 @@ def compile_packed_experts(dtype: str) -> None:
     from nanovllm.tensors.int4 import Int4Codes
     from nanovllm.tensors.mxfp4 import Mxfp4Codes
 
-    kind, E, I, M, k = getattr(torch, dtype), 32, 512, 768, 4
+    kind, E, I, k = getattr(torch, dtype), 32, 512, 4
 
     def empty(*size: int, dtype: torch.dtype = kind) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=GPU)
 
     def in_mxfp4(N: int, K: int) -> Any:
-        data = empty(K // 128, N, 32, dtype=torch.int16)
-        return Mxfp4Codes(data, empty(K // 128, N, 4, dtype=torch.uint8), K)
+        data = empty(-(-K // 128), N, 32, dtype=torch.int16)
+        return Mxfp4Codes(data, empty(len(data), N, 4, dtype=torch.uint8), K)
 
     def in_int4(N: int, K: int) -> Any:
         return Int4Codes(empty(N, K // 4, dtype=torch.int16), empty(K // 128, N, 2), 128)
 
     for make in (in_mxfp4, in_int4) if kind == torch.bfloat16 else (in_int4,):
+        M = 832 if make is in_mxfp4 else 896  # of whose last stage there is a part
         biases = empty(E, 2 * I), empty(E, M)
         weights = ExpertWeights(make(E * 2 * I, M), make(E * M, I), *biases, limit=7.0)
         for rows in (1, 400, 2000) if make is in_mxfp4 else (1, 160, 400, 2000):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from nanovllm.tensors.int4 import PLANES
 
 BLOCK = 32  # columns that share an exponent
-CHUNK = PLANES * BLOCK  # columns that an int16 is about, and an int32 of exponents
+CHUNK = PLANES * BLOCK  # columns of a row of int16s, and of an int32 of exponents
 BIAS = 127  # of an exponent
 MAX_EXPONENT = 128  # of weights that kernels multiply in bfloat16: 2
 # For each plane, masks of bits of a code and how much higher these are in an int16.

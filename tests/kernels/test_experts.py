@@ -1,5 +1,6 @@
 """The kernels of a mixture of experts against float64."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,10 +15,9 @@ pytest.importorskip("triton")
 from nanovllm.compiling.rehearsal import ROWS
 from nanovllm.kernels import device_features
 from nanovllm.kernels.experts import gated_experts as experts_kernels
-from nanovllm.kernels.experts import grouped, hopper_experts
+from nanovllm.kernels.experts import grouped
 from nanovllm.kernels.experts import tiles as experts_tiles
 from nanovllm.kernels.experts.gated_experts import LARGE_STEP, gated_experts
-from nanovllm.kernels.experts.hopper_experts import choose_rows
 from nanovllm.kernels.experts.routing import SORTED, route
 from nanovllm.kernels.experts.tiles import (
     FEW,
@@ -26,6 +26,7 @@ from nanovllm.kernels.experts.tiles import (
     MANY_OF_4_BITS,
     SOME,
     Tiles,
+    choose_rows,
     choose_tiles,
 )
 from nanovllm.kernels.experts.weights import ExpertWeights
@@ -241,6 +242,8 @@ def test_experts_in_4_bits_are_those_of_float64(T: int, tiles: Tiles | None, gro
         (50, 2, 3, 256, 512, 128),  # planes of 64
         (60, 3, 130, 128, 384, 64),  # planes of 32; more experts than a group has threads
         (700, 8, 40, 256, 256, 0),  # tiles of 128 rows; more items than multiprocessors
+        (700, 8, 40, 320, 320, 0),  # whose last stage has a quarter of its columns
+        (700, 2, 8, 256, 896, 128),
     ],
 )
 @pytest.mark.parametrize("gelu", [False, True])
@@ -255,6 +258,8 @@ def test_packed_experts_on_hopper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With limits and biases, too; results that nobody has written are NaN."""
+    from nanovllm.kernels.experts import hopper_experts
+
     generator, dtype = torch.Generator().manual_seed(T), torch.bfloat16
 
     def randn(*shape: int) -> torch.Tensor:
@@ -293,21 +298,35 @@ def sorted_pairs(experts: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize(
-    "bits", [(16, 16), (8, 16), (8, 8), (8, 8, True), (4, 16, False, 32), (4, 16, False, 64)]
+    ("bits", "of_ring"),
+    [
+        *[((16, 16), None), ((8, 16), None), ((8, 8), None), ((8, 8, True), None)],
+        *[((4, 16, False, 32), Mxfp4Codes), ((4, 16, False, 64), Int4Codes)],
+    ],
 )
 @pytest.mark.parametrize(("k", "E"), [(2, 8), (8, 64), (8, 128), (4, 32), (4, 128)])
 def test_products_of_every_number_of_tokens_are_rehearsed(
-    k: int, E: int, bits: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    k: int,
+    E: int,
+    bits: tuple[int, ...],
+    of_ring: type | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Products of Mixtral, OLMoE, Qwen3 and gpt-oss, on a GPU with room for large tiles."""
+    """Products of Mixtral, OLMoE, Qwen3 and gpt-oss, on a GPU with room for large tiles, and those
+    of which Hopper has some by a ring.
+    """
     monkeypatch.setattr(experts_tiles, "has_room", lambda x: True)
     x = torch.zeros(1, 1, dtype=torch.float16, device=DEVICE)
+    few = experts_kernels.FEW_PAIRS[of_ring] if of_ring else math.inf
 
     def of(numbers: Iterable[int]) -> list[set[Any]]:
         several = [(T, T * k) for T in numbers if T > 1]
         return [
             {(choose_tiles(N, E, x, *bits), T < LARGE_STEP) for T, N in several},
-            {(choose_rows(N, E), T < LARGE_STEP) for T, N in several},
+            {
+                (choose_rows(N, E) if few * E < N else choose_tiles(N, E, x, *bits), T < LARGE_STEP)
+                for T, N in several
+            },
             {next((size for size in SORTED if size >= N), SORTED[-1]) for _, N in several},
         ]
 

@@ -117,7 +117,7 @@ def check_unpacking(kernel: Compiled) -> set[str]:
     products = re.findall(r"wgmma.mma_async.*?m64n(\d+)k16\S* {[^}]*}, {", kernel.text)
     command = [knobs.nvidia.nvdisasm.path, "-c", kernel.binary]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert code.count("HGMMA.64x") == len(products) in (32, 64)
+    assert code.count("HGMMA.64x") == len(products) >= 32
     assert code.count("WARPGROUP.DEPBAR") <= len(products) // 4
     return set(products)
 

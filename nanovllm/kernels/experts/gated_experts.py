@@ -13,11 +13,11 @@ Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
 
 import torch
 
-from nanovllm.kernels.device_features import has_own_kernels
+from nanovllm.kernels.device_features import can_describe, has_own_kernels
 from nanovllm.kernels.experts.grouped import grouped
 from nanovllm.kernels.experts.routing import sort_pairs
 from nanovllm.kernels.experts.tiles import Tiles
-from nanovllm.kernels.experts.weights import ExpertWeights, shape_of
+from nanovllm.kernels.experts.weights import ExpertWeights
 from nanovllm.kernels.products.linear import HALF
 from nanovllm.kernels.products.row import one_row
 from nanovllm.tensors.fp8 import Codes
@@ -76,16 +76,15 @@ def takes_hopper_kernel(x: torch.Tensor, weights: ExpertWeights, k: int) -> bool
     """
     gate_up, down = weights.gate_up, weights.down
     few = FEW_PAIRS.get(type(gate_up), 0) * weights.num_experts
-    if len(x) > 1 and len(x) * k <= few:
+    if len(x) == 0 or (len(x) > 1 and len(x) * k <= few):
         return False
     if isinstance(gate_up, Int4Codes) and isinstance(down, Int4Codes):
         fits = {gate_up.plane, down.plane} <= {32, 64}
     else:
         fits = isinstance(gate_up, Mxfp4Codes) and isinstance(down, Mxfp4Codes)
         fits = fits and x.dtype == torch.bfloat16
-    # Rows of activations begin at multiples of 16 bytes.
-    whole = x.shape[1] % 8 == shape_of(weights.down)[1] % 8 == 0
-    return fits and whole and x.dtype in HALF and has_own_kernels(x)
+    described = len(x) > 1 or can_describe(x)  # a single row is not copied
+    return fits and described and x.dtype in HALF and has_own_kernels(x)
 
 
 def _by_hopper(

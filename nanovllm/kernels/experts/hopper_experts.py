@@ -18,9 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.kernels.experts.routing import sort_pairs
+from nanovllm.kernels.experts.tiles import choose_rows
 from nanovllm.kernels.products.hopper_packed import (
-    COLUMNS,
-    OUTPUTS,
     add_stages,
     copy_stages,
     instruct,
@@ -28,13 +27,13 @@ from nanovllm.kernels.products.hopper_packed import (
     packed,
     ring_sizes,
 )
+from nanovllm.kernels.products.tiles import COLUMNS, OUTPUTS
 from nanovllm.kernels.rings import tiles_of
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.tensors.mxfp4 import Mxfp4Codes
 from nanovllm.utils.device import num_multiprocessors
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-_OUTPUTS = gl.constexpr(OUTPUTS)
 _HALF = gl.constexpr(OUTPUTS // 2)
 ROWS = 8  # per program of `_rows_kernel`
 
@@ -71,11 +70,6 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b)
-
-
-@gluon.jit
 def _items_of_experts(
     starts_ptr, output_tiles,
     K: gl.constexpr, E: gl.constexpr, E_PAD: gl.constexpr, BLOCK_T: gl.constexpr, ONE: gl.constexpr,
@@ -99,7 +93,7 @@ def _count_items(
     first = gl.load(starts_ptr + e, e < E, 0)
     after = gl.load(starts_ptr + e + 1, e < E, 0)
     items = (after - first + BLOCK_T - 1) // BLOCK_T * output_tiles
-    return first, after, gl.associative_scan(items, 0, _sum), gl.reduce(items, 0, _sum)
+    return first, after, gl.associative_scan(items, 0, _sum), gl.sum(items, 0)
 
 
 @gluon.jit
@@ -121,11 +115,11 @@ def _tile_of(
 def _find_tile(item, experts, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr):
     first, after, ends, _ = experts
     own = ends > item
-    before = gl.reduce(gl.where(own, 0, ends), 0, _larger)
-    expert = gl.reduce(gl.where(own, 0, 1), 0, _sum)
+    before = gl.max(gl.where(own, 0, ends), 0)
+    expert = gl.sum(gl.where(own, 0, 1), 0)
     e = gl.arange(0, first.shape[0], first.type.layout)
-    begin = gl.reduce(gl.where(e == expert, first, 0), 0, _sum)
-    end = gl.reduce(gl.where(e == expert, after, 0), 0, _sum)
+    begin = gl.sum(gl.where(e == expert, first, 0), 0)
+    end = gl.sum(gl.where(e == expert, after, 0), 0)
     row_tiles, i = (end - begin + BLOCK_T - 1) // BLOCK_T, item - before
     return expert, begin + i % row_tiles * BLOCK_T, end, i // row_tiles * WIDTH
 
@@ -260,14 +254,6 @@ def _hopper_experts_kernel(
         [4, 1],  # warps, beside the first four
         [240, 24],  # registers of a thread; the first have 240, too
     )  # fmt: skip
-
-
-def choose_rows(N: int, E: int) -> int:
-    """The rows of a tile, for N pairs of E experts: the fewest with which most experts have no
-    second tile, which would read their weights again; and of many pairs all that there is room for
-    (measured on an H100).
-    """
-    return next((rows for rows, pairs in ((32, 24), (64, 128)) if pairs * E >= N), 128)
 
 
 def hopper_experts(

@@ -1,4 +1,4 @@
-"""The tiles of products of experts by `grouped.py`."""
+"""The tiles of products of experts."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ from nanovllm.kernels.products.linear import HALF
 
 
 class Tiles(NamedTuple):
-    """The tiles of the products: `block_t` rows by `block_i` inner columns, or by `block_m`
-    outputs, summed over `block_k` inputs at a time. If `left`, the weights are the left operand: it
-    has the 64 rows that tensor cores need, however few the other has.
+    """The tiles of the products by `grouped.py`: `block_t` rows by `block_i` inner columns, or by
+    `block_m` outputs, summed over `block_k` inputs at a time. If `left`, the weights are the left
+    operand: it has the 64 rows that tensor cores need, however few the other has.
     """
 
     block_t: int
@@ -44,8 +44,8 @@ MAX_IN_8_BITS = {
 }
 MANY_IN_8_BITS = Tiles(128, 128, 128, 128, warps=8, stages=4, left=False)
 MANY_BY_BLOCKS = MANY_IN_8_BITS._replace(block_i=64)
-# The same for weights in 4 bits, unpacked for each tile of rows, whose chunks of columns have a
-# size of their own; of the larger ones a stage less is loaded ahead.
+# The same for weights in 4 bits, measured on an H100: unpacked for each tile of rows, whose chunks
+# of columns have a size of their own; of the larger ones a stage less is loaded ahead.
 MAX_OF_4_BITS = {
     12: Tiles(16, 64, 64, 0, warps=4, stages=4, left=True),
     24: Tiles(32, 64, 64, 0, warps=4, stages=4, left=True),
@@ -86,3 +86,11 @@ def choose_tiles(
     }[weight_bits, bits]
     tiles = next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
     return tiles._replace(stages=tiles.stages - 1) if plane == 64 else tiles
+
+
+def choose_rows(N: int, E: int) -> int:
+    """The rows of a tile of `hopper_experts`, for N pairs of E experts: the fewest with which most
+    experts have no second tile, which would read their weights again; and of many pairs all that
+    there is room for (measured on an H100).
+    """
+    return next((rows for rows, pairs in ((32, 24), (64, 128)) if pairs * E >= N), 128)

@@ -5,9 +5,6 @@ Programs are persistent, one per multiprocessor, and the copying warp is ahead o
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
 
-import itertools
-import math
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,9 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.device_features import pdl_options
 from nanovllm.kernels.products.hopper_packed import (
-    COLUMNS,
-    FEW_ROWS,
-    OUTPUTS,
     add_stages,
     copy_stages,
     instruct,
@@ -26,53 +20,15 @@ from nanovllm.kernels.products.hopper_packed import (
     packed,
     ring_sizes,
 )
-from nanovllm.kernels.products.linear import MAX_ROWS
-from nanovllm.kernels.products.tiles import SPLITS, Tiles, empty_parts
+from nanovllm.kernels.products.tiles import COLUMNS, OUTPUTS, Tiles, empty_parts
 from nanovllm.kernels.rings import tiles_of
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import num_multiprocessors
-from nanovllm.utils.integers import cdiv, next_power_of_2
+from nanovllm.utils.integers import cdiv
 
 IN_CACHE = 2**24  # bytes of rows whose tiles come before all others, to stay in the L2 cache
-# Cycles, for `choose_tiles`, from times on an H100: of unpacking OUTPUTS rows of a stage, of its
-# waits, and of the first inputs and the results of a tile; and the share of the product that adds
-# to unpacking.
-UNPACKING, WAITS, EDGES, SHARE = 600, 800, 6000, 0.3
-MANY_ROWS = 128  # of a tile
-ROOMY = 512  # rows above which all multiprocessors have the largest tiles
-_OUTPUTS, _COLUMNS = gl.constexpr(OUTPUTS), gl.constexpr(COLUMNS)
+_COLUMNS = gl.constexpr(COLUMNS)
 _HALF = gl.constexpr(OUTPUTS // 2)
-
-
-def choose_tiles(
-    T: int, N: int, K: int, num_processors: int, partial: bool = False, gated: bool = False
-) -> Tiles:
-    """Choose the tiles of a product of T rows whose last ends first: every multiprocessor computes
-    as many as its share, rounded up.
-
-    Args:
-        N, K: rows and columns of the weight.
-        num_processors: multiprocessors of the GPU.
-        partial: whether results may be partial.
-        gated: whether the weight has gates and the values that these multiply.
-    """
-    stages, widest = cdiv(K, COLUMNS), 2 * OUTPUTS if gated or N % (2 * OUTPUTS) == 0 else OUTPUTS
-    if T > ROOMY:
-        return Tiles(MANY_ROWS, widest, COLUMNS)
-
-    def cycles(tiles: Tiles) -> float:
-        product = tiles.block_n * tiles.block_t * COLUMNS / 2048  # multiplications per cycle
-        unpacking = SHARE * product + tiles.block_n // OUTPUTS * UNPACKING + WAITS
-        of_item = stages // tiles.splits * max(product, unpacking) + EDGES
-        return cdiv(math.prod(tiles.grid(T, N)), num_processors) * of_item
-
-    rows, splits = [MANY_ROWS], [1]
-    if T <= MAX_ROWS:
-        rows = [FEW_ROWS, MANY_ROWS] if T > FEW_ROWS else [max(16, next_power_of_2(T))]
-        splits += [S for S in SPLITS if partial and stages % S == 0]
-    widths = {2 * OUTPUTS if gated else OUTPUTS, widest}
-    sizes = itertools.product(rows, widths, [COLUMNS], splits)
-    return min(itertools.starmap(Tiles, sizes), key=cycles)
 
 
 @gluon.jit
@@ -90,7 +46,8 @@ def _place_of(item, row_tiles, output_tiles, group, WIDTH: gl.constexpr, BLOCK_T
 @gluon.jit
 def _copy(
     rings, x_desc, weight_desc, N, items, row_tiles, output_tiles, group, step, span,
-    P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, PDL: gl.constexpr,
+    P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, E2M1: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The work of the copying warp."""
     BLOCK_T: gl.constexpr = x_desc.block_shape[0]
@@ -101,7 +58,7 @@ def _copy(
         row, output, split = _place_of(item, row_tiles, output_tiles, group, WIDTH, BLOCK_T)
         begin, end = split * span, (split + 1) * span
         n = copy_stages(
-            rings, n, x_desc, weight_desc, row, output, begin, end, N, step, P, PARTS, False, PDL
+            rings, n, x_desc, weight_desc, row, output, begin, end, N, step, P, PARTS, E2M1, PDL
         )
 
 
@@ -135,8 +92,8 @@ def _write(
 def _multiply(
     rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles, group, step, span,
     chunks, SIDE: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
-    WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, BF16: gl.constexpr, GATED: gl.constexpr,
-    GELU: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, BF16: gl.constexpr, E2M1: gl.constexpr,
+    GATED: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """The work of a group of warps."""
     n = 0
@@ -145,7 +102,7 @@ def _multiply(
         begin, end = split * span, (split + 1) * span
         acc, acc2, n = add_stages(
             rings, n, words_ptr, output, begin, end, chunks, N, step, _COLUMNS // (2 * P), SIDE,
-            GROUP, P, PARTS, BLOCK_T, BF16, False,
+            GROUP, P, PARTS, BLOCK_T, BF16, E2M1,
         )  # fmt: skip
         _write(
             acc, acc2, bias_ptr, out_ptr, row, output + SIDE * _HALF, split, T, N, step, PARTS,
@@ -153,19 +110,10 @@ def _multiply(
         )  # fmt: skip
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "T",
-        "N",
-        "items",
-        "row_tiles",
-        "output_tiles",
-        "group",
-        "step",
-        "span",
-        "chunks",
-    ],
-)
+SIZES = ["T", "N", "items", "row_tiles", "output_tiles", "group", "step", "span", "chunks"]
+
+
+@gluon.jit(do_not_specialize=SIZES)
 def _hopper_int4_kernel(
     x_desc, weight_desc, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles, group,
     step, span, chunks,
@@ -179,13 +127,13 @@ def _hopper_int4_kernel(
     gl.warp_specialize(
         [
             (_multiply, (rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles,
-                group, step, span, chunks, 0, GROUP, P, PARTS, WIDTH, BLOCK_T, BF16, GATED,
-                GELU)),
+                group, step, span, chunks, 0, GROUP, P, PARTS, WIDTH, BLOCK_T, BF16, E2M1,
+                GATED, GELU)),
             (_multiply, (rings, words_ptr, bias_ptr, out_ptr, T, N, items, row_tiles, output_tiles,
-                group, step, span, chunks, 1, GROUP, P, PARTS, WIDTH, BLOCK_T, BF16, GATED,
-                GELU)),
+                group, step, span, chunks, 1, GROUP, P, PARTS, WIDTH, BLOCK_T, BF16, E2M1,
+                GATED, GELU)),
             (_copy, (rings, x_desc, weight_desc, N, items, row_tiles, output_tiles, group, step,
-                span, P, PARTS, WIDTH, PDL)),
+                span, P, PARTS, WIDTH, E2M1, PDL)),
         ],
         [4, 1],  # warps, beside the first four
         [240, 24],  # registers of a thread; the first have 240, too
@@ -196,10 +144,10 @@ def hopper_int4(
     x: torch.Tensor,
     weight: Int4Codes,
     bias: torch.Tensor | None,
-    partial: bool = False,
     gelu: bool | None = None,
     out: torch.Tensor | None = None,
-    tiles: Tiles | None = None,
+    *,
+    tiles: Tiles,
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, or `act(gate) * up` of it, if `int4_linear.takes_hopper_kernel`.
 
@@ -207,18 +155,15 @@ def hopper_int4(
         x: [T, K] in the dtype of the weight's values.
         weight: [N, K]; with `gelu`, the gates before the values that they multiply.
         bias: [N]; None: 0.
-        partial: whether the result may be partial, its sum left to the caller.
         gelu: whether the activation is GELU (tanh), not SiLU; None: the product is not activated.
         out: [T, N] or [T, N / 2], output buffer; None: a new one.
-        tiles: tiles of the product; None: chosen here.
+        tiles: tiles of the product, see `int4_linear.choose_hopper_tiles`.
 
     Returns:
-        [T, N]; [T, N / 2] if activated; [S, T, N] float32, to be summed over S, if `partial` and
-        that is faster.
+        [T, N]; [T, N / 2] if activated; [S, T, N] float32, to be summed over S, of S splits.
     """
     (T, K), N, P = x.shape, len(weight), weight.plane
     gated, processors = gelu is not None, num_multiprocessors(x.device.index)
-    tiles = tiles or choose_tiles(T, N, K, processors, partial, gated)
     block_t, parts, width = tiles.block_t, tiles.block_n // OUTPUTS, N // 2 if gated else N
     if out is None:
         out = empty_parts(tiles.splits, T, width, x.dtype, x.device)

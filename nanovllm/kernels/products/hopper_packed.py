@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nanovllm.kernels.products import int4, mxfp4
+from nanovllm.kernels.products.tiles import COLUMNS, OUTPUTS
 from nanovllm.kernels.rings import (
     async_load,
     leave,
@@ -33,8 +34,6 @@ from nanovllm.kernels.rings import (
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.tensors.mxfp4 import BLOCK, CHUNK, Mxfp4Codes
 
-OUTPUTS = 128  # of both groups of warps, or twice that
-COLUMNS = 256  # of a stage of weights
 FEW_ROWS = 64  # in a tile, with which a stage's codes have room in registers
 ROOM = 208 << 10  # bytes of shared memory for rings
 MAX_STAGES = 8

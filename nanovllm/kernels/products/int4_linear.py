@@ -1,15 +1,16 @@
 """Matrix products with weights in INT4 (`tensors.int4`) and activations in 16 bits.
 
 The product of a single row is in `int4_row.py`. Those of more have a kernel of their own on Hopper
-(`hopper_int4.py`). Elsewhere few rows use tiles, whose weights are unpacked on their way from
-shared memory to tensor cores, and many rows the library, with weights that are unpacked a part at a
-time (docs/experiments.md).
+(`hopper_int4.py`), unless few rows have few outputs. Where they have none, few rows use tiles,
+whose weights are unpacked on their way from shared memory to tensor cores, and many rows the
+library, with weights that are unpacked a part at a time (docs/experiments.md).
 
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
 
 import functools
-from typing import Any
+import itertools
+import math
 
 import torch
 import triton
@@ -30,15 +31,21 @@ from nanovllm.kernels.device_features import (
 from nanovllm.kernels.products.int4 import ROWS, numbers_of, unpack_pair
 from nanovllm.kernels.products.int4_row import one_row
 from nanovllm.kernels.products.linear import HALF, multiply_parts
-from nanovllm.kernels.products.tiles import SPLITS, Tiles, empty_parts
+from nanovllm.kernels.products.tiles import COLUMNS, OUTPUTS, SPLITS, Tiles, empty_parts
 from nanovllm.tensors.int4 import PLANES, Int4Codes
-from nanovllm.utils.device import MIN_CAPABILITY, capability
-from nanovllm.utils.integers import next_power_of_2
+from nanovllm.utils.device import MIN_CAPABILITY, capability, num_multiprocessors
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 MAX_ROWS = 256  # for products by tiles
 FEW_ROWS = 64  # up to which tiles have 64 outputs, and are loaded by TMA
 PROGRAMS = 128  # to run at once, with large tiles
 MIN_TILES = 64  # of few rows, from which the kernel on Hopper is faster than that of all GPUs
+# Cycles, for `choose_hopper_tiles`, from times on an H100: of unpacking OUTPUTS rows of a stage, of
+# its waits, and of the first inputs and the results of a tile; and the share of the product that
+# adds to unpacking.
+UNPACKING, WAITS, EDGES, SHARE = 600, 800, 6000, 0.3
+MANY_ROWS = 128  # of a tile
+ROOMY = 512  # rows above which all multiprocessors have the largest tiles
 
 
 def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
@@ -116,6 +123,37 @@ def _by_tiles(
     return out
 
 
+def choose_hopper_tiles(
+    T: int, N: int, K: int, num_processors: int, partial: bool = False, gated: bool = False
+) -> Tiles:
+    """Choose the tiles of a product of T rows by `hopper_int4`: those whose last ends first, where
+    every multiprocessor computes as many as its share, rounded up.
+
+    Args:
+        N, K: rows and columns of the weight.
+        num_processors: multiprocessors of the GPU.
+        partial: whether results may be partial.
+        gated: whether the weight has gates and the values that these multiply.
+    """
+    stages, widest = cdiv(K, COLUMNS), 2 * OUTPUTS if gated or N % (2 * OUTPUTS) == 0 else OUTPUTS
+    if T > ROOMY:
+        return Tiles(MANY_ROWS, widest, COLUMNS)
+
+    def cycles(tiles: Tiles) -> float:
+        product = tiles.block_n * tiles.block_t * COLUMNS / 2048  # multiplications per cycle
+        unpacking = SHARE * product + tiles.block_n // OUTPUTS * UNPACKING + WAITS
+        of_item = stages // tiles.splits * max(product, unpacking) + EDGES
+        return cdiv(math.prod(tiles.grid(T, N)), num_processors) * of_item
+
+    rows, splits = [MANY_ROWS], [1]
+    if T <= MAX_ROWS:
+        rows = [FEW_ROWS, MANY_ROWS] if T > FEW_ROWS else [max(16, next_power_of_2(T))]
+        splits += [S for S in SPLITS if partial and stages % S == 0]
+    widths = {2 * OUTPUTS if gated else OUTPUTS, widest}
+    sizes = itertools.product(rows, widths, [COLUMNS], splits)
+    return min(itertools.starmap(Tiles, sizes), key=cycles)
+
+
 def takes_hopper_kernel(
     x: torch.Tensor, weight: Int4Codes, partial: bool = False, gated: bool = False
 ) -> bool:
@@ -126,22 +164,35 @@ def takes_hopper_kernel(
         partial: whether results may be partial.
         gated: whether the weight has gates and the values that these multiply.
     """
-    whole = len(weight) % 128 == 0 and weight.plane in (32, 64)
-    several = len(x) > 1 and _has_tiles(len(x), len(weight), partial, gated)
-    whole &= several and x.dtype in HALF and weight.scales.dtype == x.dtype
-    return whole and has_own_kernels(x) and can_describe(x)
+    whole = len(weight) % OUTPUTS == 0 and weight.plane in (32, 64)
+    whole &= len(x) > 1 and x.dtype in HALF and weight.scales.dtype == x.dtype
+    if not whole or not has_own_kernels(x) or not can_describe(x):
+        return False
+    processors = num_multiprocessors(x.device.index)
+    return has_tiles(len(x), *weight.shape, processors, partial, gated)
 
 
-def _has_tiles(T: int, N: int, partial: bool, gated: bool) -> bool:
-    """Whether most multiprocessors would have a tile of `hopper_int4`, or there are many rows."""
-    tiles = N // 256 if gated else N // 128 * (SPLITS[-1] if partial else 1)
-    return T > FEW_ROWS or tiles >= MIN_TILES
+def has_tiles(T: int, N: int, K: int, num_processors: int, partial: bool, gated: bool) -> bool:
+    """Whether there are many rows, or most multiprocessors have a tile of `hopper_int4`. For the
+    parameters, see `choose_hopper_tiles`.
+    """
+    tiles = choose_hopper_tiles(T, N, K, num_processors, partial, gated)
+    return T > FEW_ROWS or math.prod(tiles.grid(T, N)) >= MIN_TILES
 
 
-def _by_hopper(x: torch.Tensor, weight: Int4Codes, *args: Any, **options: Any) -> torch.Tensor:
+def _by_hopper(
+    x: torch.Tensor,
+    weight: Int4Codes,
+    bias: torch.Tensor | None,
+    partial: bool = False,
+    gelu: bool | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     from nanovllm.kernels.products.hopper_int4 import hopper_int4
 
-    return hopper_int4(x, weight, *args, **options)
+    processors = num_multiprocessors(x.device.index)
+    tiles = choose_hopper_tiles(len(x), *weight.shape, processors, partial, gelu is not None)
+    return hopper_int4(x, weight, bias, gelu=gelu, out=out, tiles=tiles)
 
 
 def gated(

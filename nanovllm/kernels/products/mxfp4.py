@@ -62,8 +62,8 @@ def unpack_pair(packed, word, UPPER: tl.constexpr, ASM: tl.constexpr):
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        first = _value(packed, 2 if UPPER else 0) * _half(first_power)
-        second = _value(packed, 3 if UPPER else 1) * _half(second_power)
+        first = _value(packed, 2 if UPPER else 0) * _unscaled(first_power)
+        second = _value(packed, 3 if UPPER else 1) * _unscaled(second_power)
         return first.to(tl.bfloat16), second.to(tl.bfloat16)
 
 
@@ -76,7 +76,7 @@ def _power(word):
 
 
 @triton.jit
-def _half(power):
+def _unscaled(power):
     """The power of two that `_power` has, without the 2^126: float32."""
     return power.to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32) * 2.0**-126
 

@@ -13,6 +13,9 @@ import torch
 from nanovllm.utils.integers import cdiv
 
 SPLITS = (2, 4)  # possible numbers of partial results: powers of two
+# Of kernels that unpack weights of 4 bits on Hopper (`hopper_packed.py`): outputs of two groups of
+# warps, or half of them, and columns that are copied at a time.
+OUTPUTS, COLUMNS = 128, 256
 
 
 class Tiles(NamedTuple):

@@ -27,6 +27,7 @@ from nanovllm.tensors.mxfp4 import (
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 
 HALF = torch.bfloat16, torch.float16
+NAN = 255  # as an exponent
 
 
 def codes_of(stored: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,10 @@ class ExponentsShard(Shard):
 
     def check(self, name: str, source: Any) -> None:
         super().check(name, source)
-        if int(source[...].view(torch.uint8).max()) > self.most:
+        largest = int(source[...].view(torch.uint8).max())
+        if largest == NAN:
+            raise ValueError(f"tensor {name} has scales that are no numbers: download it again")
+        if largest > self.most:
             raise ValueError(
                 f"tensor {name} has scales above {2.0 ** (self.most - BIAS):g}, which kernels for "
                 "MXFP4 do not support: use fused_kernels=False"
