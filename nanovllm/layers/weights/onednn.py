@@ -6,11 +6,15 @@ with weights in its own packed layout, which PyTorch offers through the operator
 precision is lost.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.weights.converted import Origin
+from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.fp8 import Codes
 
@@ -26,6 +30,19 @@ class OneDnnWeight(Weight):
 
     def __init__(self, plain: Weight) -> None:
         super().__init__(plain.dtype, fused=False)
+        self._pack(plain)
+        self.origin = Origin(plain, self._pack)
+
+    @property
+    def stored(self) -> Weight:
+        return self.origin.weight.stored
+
+    def shards(
+        self, module: str, begin: int, rows: Part, cols: Part
+    ) -> Iterator[tuple[str, Shard]]:
+        return self.origin.shards(module, begin, rows, cols)
+
+    def _pack(self, plain: Weight) -> None:
         packed = torch.ops.mkldnn._reorder_linear_weight(plain.data)
         self.data = nn.Parameter(packed, False)
 
@@ -48,6 +65,8 @@ def use_onednn(model: nn.Module) -> None:
             and module.weight.data.numel() >= MIN_WEIGHT
         ):
             module.weight = OneDnnWeight(module.weight)
+            if isinstance(module, ParallelLMHead) and module.embedding is not None:
+                module.tie_to(module.embedding)
 
 
 def can_use_onednn(device: torch.device, dtype: torch.dtype) -> bool:
