@@ -31,6 +31,8 @@ from nanovllm.requests.news import News
 from nanovllm.requests.request import CheckedRequest, Listener, Refusal
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
+from nanovllm.updates.sharing import read_message
+from nanovllm.updates.updating import Tensors, Version
 from nanovllm.utils.checks import check_bool, check_choice
 from nanovllm.utils.options import takes_foreign
 
@@ -85,7 +87,7 @@ class LLM(LLMEngine):
         """
         named = name_prompts(prompts)  # an iterable may take its time, or call the engine
         with self._lock:
-            self._check_open()
+            self._check_ready()
             checked = self._intake.check_all(named, sampling_params, on_error)
         return self._stream(checked)
 
@@ -116,7 +118,7 @@ class LLM(LLMEngine):
             while left or told:
                 with self._lock:
                     if not told:
-                        self._check_open()
+                        self._check_ready()
                         if left.isdisjoint(self.core.requests):
                             raise RuntimeError(
                                 "requests of this stream have been aborted, or dropped by an error "
@@ -297,7 +299,7 @@ class LLM(LLMEngine):
 
         named = name_prompts(prompts)
         with self._lock:
-            self._check_open()
+            self._check_ready()
             checked = self._intake.check_all(named, one_token, on_error)
             found = beam_search(
                 [item.token_ids for item in checked if not isinstance(item, Refusal)],
@@ -337,6 +339,108 @@ class LLM(LLMEngine):
                     "them with abort_all()"
                 )
             self.core.reset()
+
+    # -- weights that change --------------------------------------------------------------------
+
+    def update_weights(self, tensors: Tensors, *, version: Version | None = None) -> None:
+        """Replace all weights, in place, in milliseconds. What was cached of prompts is forgotten.
+
+        Without `start_weight_update` this is a whole update: all tensors of the model must come,
+        once. Of a dictionary or list all names, shapes and dtypes are checked before anything is
+        written; of another iterable each tensor is when it comes. If an update fails half-way, the
+        engine refuses to compute until a complete one.
+
+        After `start_weight_update` it writes some of the tensors; `finish_weight_update` ends that.
+
+        Args:
+            tensors: pairs of a name and a whole tensor, or a dictionary: the names are those of the
+                checkpoint (`model.layers.0.self_attn.q_proj.weight`), in any order, of any
+                floating dtype, on the CPU or a GPU. Weights that are quantised while they are
+                loaded are so here, too; those of a quantised checkpoint are replaced by tensors of
+                the same format. A tied LM head may come or not.
+            version: version of the new weights, a number or a string; None: the number of updates
+                so far.
+
+        Raises:
+            TypeError, ValueError: naming the tensor that is wrong, or those that are missing.
+            RuntimeError: if requests are left.
+        """
+        with self._lock:
+            self._check_updatable()
+            if not self._updates.has_started:
+                self._updates.update(tensors, version)
+                return
+            if version is not None:
+                raise ValueError(
+                    "`version` must be None between start_weight_update() and "
+                    f"finish_weight_update(), which takes it, got {version!r}"
+                )
+            self._updates.add(tensors)
+
+    def update_weights_ipc(
+        self, message: Mapping[str, Any], *, version: Version | None = None
+    ) -> None:
+        """`update_weights` by tensors that another process of this machine shares, on the CPU or on
+        a GPU (CUDA IPC).
+
+        Args:
+            message: what `nanovllm.share_weights` has given there.
+            version: as for `update_weights`.
+
+        Raises:
+            TypeError, ValueError: as `update_weights`; also if it is no such message.
+            RuntimeError: as `update_weights`; also if the memory cannot be opened.
+        """
+        parcel = read_message(message)
+        with self._lock:
+            self._check_updatable()
+            if self._updates.has_started:
+                self._updates.add_parcel(parcel)
+            else:
+                self._updates.update_by(parcel, version)
+
+    def start_weight_update(self) -> None:
+        """Begin an update of several calls of `update_weights`. One that has begun is forgotten.
+
+        Raises:
+            RuntimeError: if requests are left.
+        """
+        with self._lock:
+            self._check_updatable()
+            self._updates.start()
+
+    def finish_weight_update(self, weight_version: Version | None = None) -> None:
+        """End an update of several calls.
+
+        Args:
+            weight_version: `version` of `update_weights`, by vLLM's name.
+
+        Raises:
+            ValueError: naming tensors that have not come; go on with them.
+            RuntimeError: if no update has begun.
+        """
+        with self._lock:
+            self._check_open()
+            self._updates.finish(weight_version)
+
+    @property
+    def weight_version(self) -> Version:
+        """The version of the weights: 0 for those of the checkpoint, and what the last update
+        says, or their number.
+        """
+        return self._updates.version
+
+    def get_weight_version(self) -> Version:
+        """`weight_version`, as vLLM calls it."""
+        return self.weight_version
+
+    def _check_updatable(self) -> None:
+        self._check_open()
+        if not self.core.is_idle():
+            raise RuntimeError(
+                "the weights can be changed of an engine without requests: finish them, or drop "
+                "them with abort_all()"
+            )
 
     @contextmanager
     def trace(self, path: str | Path = DEFAULT_PATH) -> Iterator[None]:

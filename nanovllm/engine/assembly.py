@@ -17,6 +17,8 @@ from nanovllm.requests.intake import Intake
 from nanovllm.requests.request import CheckedRequest, Listener
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.updates.filling import RankFiller
+from nanovllm.updates.updating import Filler
 from nanovllm.windows.sliding_blocks import make_block_manager
 
 
@@ -47,6 +49,7 @@ class Parts(NamedTuple):
         max_model_len: the most tokens of prompt and output, also by the pool.
         num_blocks: number of KV blocks (of several engines, in the smallest pool).
         own: the scheduler and the model of this process; None where others have them.
+        filler: fills the weights, for updates.
         remarks: further facts for `repr`, in short.
     """
 
@@ -57,6 +60,7 @@ class Parts(NamedTuple):
     max_model_len: int
     num_blocks: int
     own: tuple[Scheduler, ModelRunner] | None
+    filler: Filler
     remarks: tuple[str, ...] = ()
 
 
@@ -149,4 +153,7 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         max_model_len=entrance.max_model_len,
         num_blocks=num_blocks,
         own=(scheduler, runner),
+        filler=RankFiller(
+            executor, runner.built.weights, runner.built.device, config.tensor_parallel_size
+        ),
     )

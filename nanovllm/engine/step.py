@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.plan import SlotTable
     from nanovllm.graphs.step_graphs import StepGraphs
     from nanovllm.sampling.extras import Extras
+    from nanovllm.updates.weights import Weights
 
 
 class Step:
@@ -94,6 +95,7 @@ class Built:
         graphs: CUDA graphs of steps; None in eager mode.
         extras: results of a step that only some requests ask for.
         compiler: compiles kernels beside this process; None where none are.
+        weights: the model's weights, to be filled again.
     """
 
     device: torch.device
@@ -107,6 +109,7 @@ class Built:
     graphs: StepGraphs | None
     extras: Extras
     compiler: Compiler | None
+    weights: Weights
 
     @property
     def pool_tokens(self) -> int:

@@ -32,6 +32,7 @@ from nanovllm.sizing.activations import max_activations
 from nanovllm.sizing.model_size import model_size
 from nanovllm.startup.build import choose_build
 from nanovllm.tensors.fp8 import FP8
+from nanovllm.updates.weights import Weights
 from nanovllm.utils.device import (
     capability,
     computing_on,
@@ -133,6 +134,7 @@ class Builder:
             graphs=graphs,
             extras=extras,
             compiler=self.compiler,
+            weights=Weights(model, self.device, model_config.is_part),
         )
 
     def choose(self) -> tuple[Build, str]:

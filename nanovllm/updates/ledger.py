@@ -95,6 +95,11 @@ class Ledger:
         trial.check_complete()
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the LM head has the values of the embedding."""
+        return self._expected.is_tied
+
+    @property
     def has_come(self) -> bool:
         """Whether any tensor has come."""
         return bool(self._come)

@@ -24,19 +24,30 @@ class Origin:
 
     Args:
         weight: weight that is filled; its memory is not kept.
-        made: weight that was made of it.
-        remake: function that puts the values of a filled weight like `weight` into `made`.
+        values: function that returns the values of a weight like it: [N, K].
+        put: function that puts these values into the weight that was made of it.
+        device: torch.device of both; None: that of `weight`.
     """
 
-    def __init__(self, weight: Weight, remake: Callable[[Weight], None]) -> None:
-        self.device = weight.data.device
+    def __init__(
+        self,
+        weight: Weight,
+        values: Callable[[Any], torch.Tensor],
+        put: Callable[[torch.Tensor], None],
+        device: torch.device | None = None,
+    ) -> None:
         without_memory: dict[int, Any] = {
             id(param): nn.Parameter(param.to("meta"), False) for param in weight.parameters()
         }
         self.weight: Weight = copy.deepcopy(weight, without_memory)
-        self._remake = remake
+        self._values, self._put = values, put
+        self._device = weight.data.device if device is None else device
         self._filling: Weight | None = None
         self._num_left = 0  # elements of `_filling` that no tensor has filled yet
+
+    def of_another(self, put: Callable[[torch.Tensor], None]) -> "Origin":
+        """The origin of a weight that was made of the one whose origin this is."""
+        return Origin(self.weight, self._values, put, self._device)
 
     def shards(self, module: str, begin: int, rows: Part, cols: Part) -> Shards:
         """See `Weight.shards`."""
@@ -53,13 +64,13 @@ class Origin:
         """Fill the i-th of these shards by a function. The last of all makes the other weight."""
         if self._filling is None:
             empty = copy.deepcopy(self.weight)
-            self._filling = empty.to_empty(device=self.device)
+            self._filling = empty.to_empty(device=self._device)
             self._num_left = sum(param.numel() for param in self._filling.parameters())
         [shard] = [shard for k, (_, shard) in enumerate(shards_of(self._filling)) if k == i]
         fill(shard)
         self._num_left -= sum(target.numel() for target in shard.targets)
         if not self._num_left:
-            self._remake(self._filling)
+            self._put(self._values(self._filling))
             self._filling = None
 
     def drop(self) -> None:

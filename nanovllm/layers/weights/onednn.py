@@ -7,6 +7,7 @@ precision is lost.
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.weights.converted import Origin
+from nanovllm.layers.weights.quantized import DequantizedWeight
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.fp8 import Codes
@@ -30,20 +32,23 @@ class OneDnnWeight(Weight):
 
     def __init__(self, plain: Weight) -> None:
         super().__init__(plain.dtype, fused=False)
-        self._pack(plain)
-        self.origin = Origin(plain, self._pack)
+        self._pack(plain.data)
+        if isinstance(plain, DequantizedWeight):
+            self.origin = plain.origin.of_another(self._pack)
+        else:
+            self.origin = Origin(plain, attrgetter("data"), self._pack)
 
     @property
     def stored(self) -> Weight:
-        return self.origin.weight.stored
+        return self.origin.weight
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part
     ) -> Iterator[tuple[str, Shard]]:
         return self.origin.shards(module, begin, rows, cols)
 
-    def _pack(self, plain: Weight) -> None:
-        packed = torch.ops.mkldnn._reorder_linear_weight(plain.data)
+    def _pack(self, values: torch.Tensor) -> None:
+        packed = torch.ops.mkldnn._reorder_linear_weight(values)
         self.data = nn.Parameter(packed, False)
 
     def product(

@@ -91,7 +91,7 @@ class DequantizedWeight(PlainWeight):
 
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__(weight.numbers(), weight.fused)
-        self.origin = Origin(weight, self._remake)
+        self.origin = Origin(weight, type(weight).numbers, self.data.copy_)
 
     @property
     def stored(self) -> Weight:
@@ -101,10 +101,6 @@ class DequantizedWeight(PlainWeight):
         self, module: str, begin: int, rows: Part, cols: Part
     ) -> Iterator[tuple[str, Shard]]:
         return self.origin.shards(module, begin, rows, cols)
-
-    def _remake(self, weight: Weight) -> None:
-        assert isinstance(weight, QuantizedWeight)
-        self.data.copy_(weight.numbers())
 
 
 def dequantize(model: nn.Module) -> None:
