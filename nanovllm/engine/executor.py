@@ -19,8 +19,8 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan, mark_sent, plan_step
 from nanovllm.engine.sequence import InFlightStep, Pending, ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.ranks.meeting import Meeting
 from nanovllm.ranks.letter import letter
+from nanovllm.ranks.meeting import Meeting
 from nanovllm.ranks.processes import WorkerError, clear_frames
 from nanovllm.ranks.workers import Workers
 from nanovllm.sampling.control_table import ControlTable, LastTokens

@@ -32,10 +32,12 @@ class HostMemory(NamedTuple):
 
     Attributes:
         pid, fd: process that has it open, and its descriptor there.
+        inode: number of the file: the descriptor may become another's.
     """
 
     pid: int
     fd: int
+    inode: int
 
 
 class DeviceMemory(NamedTuple):
@@ -94,7 +96,7 @@ class Parcel(NamedTuple):
             RuntimeError: if it cannot be opened here.
         """
         if isinstance(self.memory, HostMemory):
-            yield list(self.views(_map(*self.memory, self.num_bytes)))
+            yield list(self.views(_map(self.memory, self.num_bytes)))
             return
         with torch.cuda.device(device):
             address = cuda_driver.open_memory(self.memory.handle, NO_IPC)
@@ -105,20 +107,23 @@ class Parcel(NamedTuple):
                 cuda_driver.close_memory(address)
 
 
-def _map(pid: int, fd: int, num_bytes: int) -> torch.Tensor:
+def _map(memory: HostMemory, num_bytes: int) -> torch.Tensor:
     """Another process's anonymous file, or this one's, as bytes."""
-    path = f"/proc/{pid}/fd/{fd}"
+    path, fd = f"/proc/{memory.pid}/fd/{memory.fd}", -1
     try:
-        own = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY)
+        if os.fstat(fd).st_ino != memory.inode:
+            raise FileNotFoundError
+        private = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)  # writable, for torch
     except OSError as error:
         raise RuntimeError(
-            f"{path} cannot be opened ({error.strerror}): the process that shares the tensors must "
-            "be one of the same user on this machine, and must not have ended the sharing"
+            f"{path} cannot be opened ({error.strerror or 'it is another file now'}): the process "
+            "that shares the tensors must be of the same user on this machine, and must not have "
+            "ended the sharing"
         ) from None
-    try:
-        private = mmap.mmap(own, num_bytes, access=mmap.ACCESS_COPY)  # writable, for torch
     finally:
-        os.close(own)
+        if fd >= 0:
+            os.close(fd)
     return torch.frombuffer(private, dtype=torch.uint8)
 
 
@@ -140,7 +145,7 @@ class Buffer:
         self.num_bytes, self.device = num_bytes, device
         if device.type == "cpu":
             fd = os.memfd_create("nanovllm-parcel", os.MFD_CLOEXEC)
-            self.memory = HostMemory(os.getpid(), fd)
+            self.memory = HostMemory(os.getpid(), fd, os.fstat(fd).st_ino)
             os.truncate(fd, num_bytes)
             self.bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
             return

@@ -110,4 +110,4 @@ def _read_memory(memory: Mapping[str, Any]) -> HostMemory | DeviceMemory:
         if len(handle) != HANDLE_BYTES:
             raise ValueError(f"a handle has {HANDLE_BYTES} bytes, got {len(handle)}")
         return DeviceMemory(handle)
-    return HostMemory(int(memory["pid"]), int(memory["fd"]))
+    return HostMemory(*(int(memory[field]) for field in HostMemory._fields))

@@ -1,4 +1,4 @@
-"""The CUDA driver, for what PyTorch has no stable interface to: memory that other processes open."""
+"""The CUDA driver: memory that other processes open, for which PyTorch has no stable interface."""
 
 import ctypes
 import functools
@@ -59,7 +59,7 @@ def free(address: int) -> None:
 
 
 def export(address: int, remedy: str = "") -> bytes:
-    """The handle by which other processes `open_memory` that `allocate` has given: `HANDLE_BYTES`."""
+    """The handle by which other processes open memory that `allocate` has given."""
     handle = _Handle()
     call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address), remedy=remedy)
     return bytes(handle)

@@ -33,7 +33,7 @@ class Origin:
         self,
         weight: Weight,
         values: Callable[[Any], torch.Tensor],
-        put: Callable[[torch.Tensor], None],
+        put: Callable[[torch.Tensor], Any],
         device: torch.device | None = None,
     ) -> None:
         without_memory: dict[int, Any] = {
@@ -45,7 +45,7 @@ class Origin:
         self._filling: Weight | None = None
         self._num_left = 0  # elements of `_filling` that no tensor has filled yet
 
-    def of_another(self, put: Callable[[torch.Tensor], None]) -> "Origin":
+    def of_another(self, put: Callable[[torch.Tensor], Any]) -> "Origin":
         """The origin of a weight that was made of the one whose origin this is."""
         return Origin(self.weight, self._values, put, self._device)
 
