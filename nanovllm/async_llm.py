@@ -5,7 +5,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,8 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.requests.news import AllNews, News
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
-from nanovllm.updates.updating import Tensors, Version
+from nanovllm.updates.hold import Version
+from nanovllm.updates.updating import Tensors
 from nanovllm.utils.fair_lock import FairLock
 from nanovllm.utils.options import takes_foreign
 
@@ -151,6 +152,20 @@ class AsyncLLM:
     async def get_weight_version(self) -> Version:
         """The version of the weights, see `LLM.weight_version`."""
         return await self._call(LLM.get_weight_version)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the GPU's memory back, see `LLM.sleep`. Requests that run wait, and are computed
+        again.
+        """
+        await self._call(lambda llm: llm.sleep(level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take it again, see `LLM.wake_up`."""
+        await self._call(lambda llm: llm.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or KV cache have no memory."""
+        return await self._call(LLM.is_sleeping)
 
     @asynccontextmanager
     async def trace(self, path: str | Path = DEFAULT_PATH) -> AsyncGenerator[None, None]:

@@ -31,9 +31,11 @@ from nanovllm.requests.news import News
 from nanovllm.requests.request import CheckedRequest, Listener, Refusal
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
+from nanovllm.updates.hold import Version
 from nanovllm.updates.sharing import read_message
-from nanovllm.updates.updating import Tensors, Version
-from nanovllm.utils.checks import check_bool, check_choice
+from nanovllm.updates.sleeping import TAGS
+from nanovllm.updates.updating import Tensors
+from nanovllm.utils.checks import check_bool, check_choice, check_int
 from nanovllm.utils.options import takes_foreign
 
 POOLING = ("last", "mean")
@@ -371,8 +373,7 @@ class LLM(LLMEngine):
             TypeError, ValueError: naming the tensor that is wrong, or those that are missing.
             RuntimeError: if requests are left.
         """
-        with self._lock:
-            self._check_updatable()
+        with self._changing_memory():
             if not self._updates.has_started:
                 self._updates.update(tensors, version)
                 return
@@ -398,8 +399,7 @@ class LLM(LLMEngine):
             RuntimeError: as `update_weights`; also if the memory cannot be opened.
         """
         parcel = read_message(message)
-        with self._lock:
-            self._check_updatable()
+        with self._changing_memory():
             if self._updates.has_started:
                 self._updates.add_parcel(parcel)
             else:
@@ -411,8 +411,7 @@ class LLM(LLMEngine):
         Raises:
             RuntimeError: if requests are left.
         """
-        with self._lock:
-            self._check_updatable()
+        with self._changing_memory():
             self._updates.start()
 
     def finish_weight_update(self, weight_version: Version | None = None) -> None:
@@ -425,8 +424,7 @@ class LLM(LLMEngine):
             ValueError: naming tensors that have not come; go on with them.
             RuntimeError: if no update has begun.
         """
-        with self._lock:
-            self._check_open()
+        with self._changing_memory():
             self._updates.finish(weight_version)
 
     @property
@@ -434,18 +432,73 @@ class LLM(LLMEngine):
         """The version of the weights: 0 for those of the checkpoint, and what the last update
         says, or their number.
         """
-        return self._updates.version
+        return self._hold.version
 
     def get_weight_version(self) -> Version:
         """`weight_version`, as vLLM calls it."""
         return self.weight_version
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the GPU's memory back, for others, until `wake_up`. Needs `enable_sleep_mode`.
+
+        What a start takes its time for stays: processes, compiled kernels, CUDA graphs. What was
+        cached of prompts is forgotten.
+
+        Args:
+            level: 1 keeps the weights in host memory (pinned, and kept for the next time: the first
+                sleep takes seconds); 2 drops them, and `update_weights` must bring new ones. On a
+                CPU, where the weights are in host memory, 1 drops the KV cache alone.
+
+        Raises:
+            TypeError, ValueError: for another level, or without `enable_sleep_mode`.
+            RuntimeError: if requests are left.
+        """
+        check_int("level", level, 1, 2)
+        with self._changing_memory():
+            if not self.config.enable_sleep_mode:
+                raise ValueError("sleep() needs an engine built with enable_sleep_mode=True")
+            self._sleeping.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again that `sleep` has given back. What does not sleep is left as it is.
+
+        Args:
+            tags: "weights" and "kv_cache", or one of them: new weights need no KV cache yet. None:
+                both.
+
+        Raises:
+            ValueError: for another tag.
+            torch.OutOfMemoryError: if there is no memory; what is missing sleeps on.
+        """
+        for tag in tags or ():
+            check_choice("tags", tag, TAGS)
+        with self._changing_memory():
+            self._sleeping.wake(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache have no memory."""
+        return bool(self._sleeping.asleep)
+
+    @contextmanager
+    def _changing_memory(self) -> Iterator[None]:
+        """Nothing is computed during the block. An error that leaves the ranks in different states
+        closes the engine.
+        """
+        with self._lock:
+            self._check_updatable()
+            try:
+                yield
+            except BaseException:
+                if self.executor.is_broken:
+                    self._close_quietly()
+                raise
+
     def _check_updatable(self) -> None:
         self._check_open()
         if not self.core.is_idle() and not self.begins_again:
             raise RuntimeError(
-                "the weights cannot change while requests are left: finish them, or drop them with "
-                "abort_all()"
+                "weights and memory cannot change while requests are left: finish them, or drop "
+                "them with abort_all()"
             )
 
     @contextmanager

@@ -17,8 +17,7 @@ from nanovllm.requests.intake import Intake
 from nanovllm.requests.request import CheckedRequest, Listener
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.updates.filling import RankFiller
-from nanovllm.updates.updating import Filler
+from nanovllm.updates.memory import Memory, RankMemory
 from nanovllm.windows.sliding_blocks import make_block_manager
 
 
@@ -49,7 +48,7 @@ class Parts(NamedTuple):
         max_model_len: the most tokens of prompt and output, also by the pool.
         num_blocks: number of KV blocks (of several engines, in the smallest pool).
         own: the scheduler and the model of this process; None where others have them.
-        filler: fills the weights, for updates.
+        memory: memory of all ranks, for updates and sleep.
         remarks: further facts for `repr`, in short.
     """
 
@@ -60,7 +59,7 @@ class Parts(NamedTuple):
     max_model_len: int
     num_blocks: int
     own: tuple[Scheduler, ModelRunner] | None
-    filler: Filler
+    memory: Memory
     remarks: tuple[str, ...] = ()
 
 
@@ -153,7 +152,11 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         max_model_len=entrance.max_model_len,
         num_blocks=num_blocks,
         own=(scheduler, runner),
-        filler=RankFiller(
-            executor, runner.built.weights, runner.built.device, config.tensor_parallel_size
+        memory=RankMemory(
+            executor,
+            runner.built.weights,
+            runner.built.sleeper,
+            runner.built.device,
+            config.tensor_parallel_size,
         ),
     )

@@ -29,6 +29,8 @@ from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.metrics import Progress
 from nanovllm.tracing.recorder import DEFAULT_PATH, Recorder, engine_facts
+from nanovllm.updates.hold import Hold
+from nanovllm.updates.sleeping import Sleeping
 from nanovllm.updates.updating import WeightUpdates
 from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.fair_lock import FairLock
@@ -119,8 +121,10 @@ class LLMEngine:
         parts = self._assemble()
         self.core, self._intake, self._make = parts.core, parts.intake, parts.make
         self._describe, self.max_model_len = parts.describe, parts.max_model_len
-        self._filler = parts.filler
-        self._updates = WeightUpdates(parts.filler, parts.core)
+        self._memory = parts.memory
+        self._hold = Hold(parts.core)
+        self._updates = WeightUpdates(parts.memory, self._hold)
+        self._sleeping = Sleeping(self._hold, parts.memory, self._updates.lose)
         if parts.own is not None:
             self.scheduler, self.model_runner = parts.own
         chosen = self._describe()
@@ -331,7 +335,7 @@ class LLMEngine:
     def _check_ready(self) -> None:
         """Refuse to compute with an engine that is closed, or whose weights are being changed."""
         self._check_open()
-        if (reason := self._updates.refusal) is not None:
+        if (reason := self._hold.refusal) is not None:
             raise RuntimeError(reason)
 
     def exit(self) -> None:

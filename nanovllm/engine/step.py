@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.plan import SlotTable
     from nanovllm.graphs.step_graphs import StepGraphs
     from nanovllm.sampling.extras import Extras
+    from nanovllm.updates.sleeper import Sleeper
     from nanovllm.updates.weights import Weights
 
 
@@ -96,6 +97,7 @@ class Built:
         extras: results of a step that only some requests ask for.
         compiler: compiles kernels beside this process; None where none are.
         weights: the model's weights, to be filled again.
+        sleeper: gives the memory back; None without `enable_sleep_mode`.
     """
 
     device: torch.device
@@ -110,6 +112,7 @@ class Built:
     extras: Extras
     compiler: Compiler | None
     weights: Weights
+    sleeper: Sleeper | None
 
     @property
     def pool_tokens(self) -> int:

@@ -32,7 +32,6 @@ from nanovllm.checkpoint.quantization import OF_CODES
 from nanovllm.checkpoint.refusals import ADAPTER
 from nanovllm.layers.base import Layer
 from nanovllm.layers.weights.shard import Shard
-from nanovllm.layers.weights.weight import Weight
 from nanovllm.utils.progress import startup_bar
 
 logger = logging.getLogger(__name__)
@@ -106,25 +105,24 @@ def _open(file: Path) -> Iterator[Any]:
 def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
     """Map each checkpoint tensor's name to the parameter, or the rows of a packed one, it fills."""
     found: dict[str, Shard] = {}
-    filled: Counter[int] = Counter()  # elements filled, by storage
     for path, layer in model.named_modules():
         for name, shard in layer.shards(path) if isinstance(layer, Layer) else ():
             assert name not in found, f"{name} fills two parameters"
             found[name] = shard
-            if not shard.comes_last:
-                for target in shard.targets:
-                    filled[target.untyped_storage().data_ptr()] += target.numel()
-    converted = {
-        id(param)
-        for module in model.modules()
-        if isinstance(module, Weight) and module.stored is not module
-        for param in module.parameters()
-    }
+    return found
+
+
+def shards_of_all(model: nn.Module) -> dict[str, Shard]:
+    """The same for a model that has just been built, of which they must fill every element."""
+    found = checkpoint_shards(model)
+    filled: Counter[int] = Counter()  # elements filled, by storage
+    for shard in found.values():
+        if not shard.comes_last:
+            for target in shard.targets:
+                filled[target.untyped_storage().data_ptr()] += target.numel()
     for name, param in model.named_parameters():
-        if id(param) not in converted:
-            size = filled.get(param.untyped_storage().data_ptr())
-            # 0: rank without tokens
-            assert size in (param.numel(), 0), f"not all of {name} is filled"
+        size = filled.get(param.untyped_storage().data_ptr())
+        assert size in (param.numel(), 0), f"not all of {name} is filled"  # 0: rank without tokens
     return found
 
 
@@ -270,7 +268,7 @@ def load_model(
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.
     """
-    files, own = find_weights(directory), checkpoint_shards(model)
+    files, own = find_weights(directory), shards_of_all(model)
     _warn_of_unread_files(directory, set(files.values()))
     left_out = left_out_prefixes(is_part)
     files = {name: file for name, file in files.items() if not name.startswith(left_out)}
@@ -311,7 +309,7 @@ def load_dummy(model: nn.Module, seed: int) -> None:
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    with startup_bar(list(checkpoint_shards(model).items()), "Loading weights", "tensor") as bar:
+    with startup_bar(list(shards_of_all(model).items()), "Loading weights", "tensor") as bar:
         for name, shard in bar:
             if shard.comes_last:
                 continue

@@ -62,7 +62,7 @@ class Replica(LLMEngine):
             built.num_blocks,
             built.pool_tokens,
             self.model_runner.describe(),
-            self._filler.expected(),
+            self._memory.expected(),
         )
 
     def take(self, orders: list[Order]) -> None:
@@ -119,15 +119,23 @@ class Replica(LLMEngine):
 
     def fill_parcel(self, parcel: Parcel) -> None:
         """Fill the weights from the tensors of another process."""
-        self._filler.fill_parcel(parcel)
+        self._memory.fill_parcel(parcel)
 
     def end_update(self) -> None:
         """Fill what comes last."""
-        self._filler.end_update()
+        self._memory.end_update()
 
     def give_up_update(self) -> None:
         """Forget what an update that has failed has left half done."""
-        self._filler.give_up_update()
+        self._memory.give_up_update()
+
+    def sleep_ranks(self, level: int) -> None:
+        """Give the memory back."""
+        self._memory.sleep(level)
+
+    def wake_ranks(self, tags: list[str]) -> None:
+        """Take it again."""
+        self._memory.wake(tags)
 
     # -- steps ----------------------------------------------------------------------------------
 

@@ -2,85 +2,53 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from nanovllm.checkpoint.names import EMBEDDING, HEAD
-from nanovllm.updates.ledger import Expected, Ledger
+from nanovllm.updates.hold import Hold, Version
+from nanovllm.updates.ledger import Ledger
+from nanovllm.updates.memory import Memory
 from nanovllm.updates.parcel import Named, Parcel, describe
+from nanovllm.updates.sleeping import WEIGHTS
 from nanovllm.updates.weights import check_tied
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-Version: TypeAlias = int | str
 
 
-class Filler(Protocol):
-    """What holds the weights: the ranks of this process's engine, or replicas."""
-
-    def expected(self) -> Expected:
-        """The tensors of the model."""
-
-    def fill(self, tensors: Iterable[Named]) -> None:
-        """Fill the weights from tensors, which have the model's names."""
-
-    def fill_parcel(self, parcel: Parcel) -> None:
-        """Fill the weights from another process's tensors."""
-
-    def end_update(self) -> None:
-        """Fill what comes last, and wait for the devices."""
-
-    def give_up_update(self) -> None:
-        """Forget what an update that has failed has left half done."""
-
-
-class Holder(Protocol):
-    """What computes requests."""
-
-    def hold(self) -> None:
-        """Compute nothing until `release`, and then all requests again from their beginning."""
-
-    def release(self, version: Version) -> None:
-        """Go on, with weights of this version."""
+UPDATE = "update"  # name of a reason to hold the engine
+OPEN = "the weights are being updated: end that with finish_weight_update()"
+LOST = "the weights have been dropped by sleep(level=2): bring new ones with update_weights()"
 
 
 class WeightUpdates:
     """The updates of an engine.
 
     Args:
-        filler: what holds the weights.
-        holder: what computes with them.
+        memory: weights of all ranks.
+        hold: reasons for which the engine computes nothing.
 
     Attributes:
-        version: version of the weights: 0, then what the last update says, or their number.
         has_started: whether an update of several calls goes on.
     """
 
-    def __init__(self, filler: Filler, holder: Holder) -> None:
-        self._filler, self._holder = filler, holder
-        self.version: Version = 0
+    def __init__(self, memory: Memory, hold: Hold) -> None:
+        self._memory, self._hold = memory, hold
         self._num_updates = 0
-        self._ledger: Ledger | None = None  # of the update that has begun and not ended
-        self._failure = ""  # why that cannot end
+        self._ledger: Ledger | None = None  # of the update that goes on
         self.has_started = False
         self._ends: list[torch.Tensor] = []  # of a tied model, the embedding or head that has come
 
-    @property
-    def refusal(self) -> str | None:
-        """The reason why the engine cannot compute; None if it can."""
-        if self._ledger is None:
-            return None
-        if self._failure:
-            return (
-                "the weights are those of two versions, because an update has failed "
-                f"({self._failure}): update all of them again"
-            )
-        return "the weights are being updated: end that with finish_weight_update()"
+    def lose(self) -> None:
+        """The weights have no values any more."""
+        self._ledger, self.has_started = None, False
+        self._hold.add(UPDATE, LOST)
 
     def update(self, tensors: Tensors, version: Version | None) -> None:
         """A whole update; see `LLM.update_weights`."""
         _check_version(version)
-        ledger = Ledger(self._filler.expected())
+        ledger = Ledger(self._memory.expected())
         if isinstance(tensors, (Mapping, Sequence)):
             tensors = list(named_tensors(tensors))
             ledger.check_all(describe(name, tensor) for name, tensor in tensors)
@@ -91,7 +59,7 @@ class WeightUpdates:
     def update_by(self, parcel: Parcel, version: Version | None) -> None:
         """A whole update by one parcel of another process."""
         _check_version(version)
-        ledger = Ledger(self._filler.expected())
+        ledger = Ledger(self._memory.expected())
         ledger.check_all(parcel.tensors)
         with self._whole(ledger):
             self.add_parcel(parcel)
@@ -100,7 +68,7 @@ class WeightUpdates:
     @contextmanager
     def _whole(self, ledger: Ledger) -> Iterator[None]:
         """An update that ends with the block. One that has written nothing has not been."""
-        before = self._ledger, self._failure
+        before = self._hold[UPDATE]
         self._begin(ledger)
         try:
             yield
@@ -108,26 +76,34 @@ class WeightUpdates:
             if ledger.has_come:
                 self._fail(error)
             else:
-                self._ledger, self._failure = before
-                if self._ledger is None:
-                    self._holder.release(self.version)
+                self._end(before)
             raise
 
     def start(self) -> None:
         """Begin an update of several calls. One that has begun and not ended is forgotten."""
-        self._begin(Ledger(self._filler.expected()))
+        self._begin(Ledger(self._memory.expected()))
         self.has_started = True
 
     def _begin(self, ledger: Ledger) -> None:
-        self._holder.hold()
-        self._filler.give_up_update()
-        self._ledger, self._failure, self._ends = ledger, "", []
+        if self._hold[WEIGHTS] is not None:
+            raise RuntimeError('the weights have no memory: call wake_up(tags=["weights"]) first')
+        self._hold.add(UPDATE, OPEN)
+        self._memory.give_up_update()
+        self._ledger = ledger
+
+    def _end(self, reason: str | None = None) -> None:
+        """No update goes on. The engine may, unless there is still a reason."""
+        self._ledger, self._ends, self.has_started = None, [], False
+        if reason is None:
+            self._hold.drop(UPDATE)
+        else:
+            self._hold.add(UPDATE, reason)
 
     def add(self, tensors: Tensors) -> None:
         """Write some of the tensors."""
         ledger = self._open_ledger()
         with self._failing(ledger):
-            self._filler.fill(self._booked(named_tensors(tensors), ledger))
+            self._memory.fill(self._booked(named_tensors(tensors), ledger))
 
     def _booked(self, tensors: Iterable[Named], ledger: Ledger) -> Iterator[Named]:
         """The tensors that fill something, by the model's names, each counted when it is asked
@@ -148,7 +124,7 @@ class WeightUpdates:
         ledger = self._open_ledger()
         with self._failing(ledger):
             own = [ledger.own_name(described) for described in parcel.tensors]
-            self._filler.fill_parcel(parcel.renamed(own))
+            self._memory.fill_parcel(parcel.renamed(own))
 
     def finish(self, version: Version | None) -> None:
         """End the update."""
@@ -156,14 +132,13 @@ class WeightUpdates:
         ledger = self._open_ledger()
         ledger.check_complete()
         with self._failing(ledger):
-            self._filler.end_update()
+            self._memory.end_update()
         self._num_updates += 1
-        self.version = self._num_updates if version is None else version
-        self._ledger, self._ends, self.has_started = None, [], False
-        self._holder.release(self.version)
+        self._hold.version = self._num_updates if version is None else version
+        self._end()
 
     def _open_ledger(self) -> Ledger:
-        if self._ledger is None or self._failure:
+        if self._ledger is None:
             raise RuntimeError("no update of the weights has begun: call start_weight_update()")
         return self._ledger
 
@@ -178,9 +153,12 @@ class WeightUpdates:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or f"{type(error).__name__}: {error}"
-        self.has_started = False
-        self._filler.give_up_update()
+        if self._ledger is not None:  # not yet
+            self._end(
+                "the weights are those of two versions, because an update has failed "
+                f"({type(error).__name__}: {error}): update all of them again"
+            )
+            self._memory.give_up_update()
 
 
 def _check_version(version: object) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 HANDLE_BYTES = 64  # of CUipcMemHandle
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class Raw:
@@ -36,14 +37,15 @@ def call(name: str, *args: object, remedy: str = "") -> None:
         remedy: what to do about an error.
 
     Raises:
-        RuntimeError: if it fails.
+        RuntimeError: if it fails; torch.OutOfMemoryError for want of memory.
     """
     result = getattr(_driver(), name)(*args)
     if result:
         message = ctypes.c_char_p()
         _driver().cuGetErrorString(result, ctypes.byref(message))
         reason = (message.value or b"unknown error").decode()
-        raise RuntimeError(f"{name}: {reason}{remedy and '; ' + remedy}")
+        error = torch.OutOfMemoryError if result == OUT_OF_MEMORY else RuntimeError
+        raise error(f"{name}: {reason}{remedy and '; ' + remedy}")
 
 
 def allocate(num_bytes: int, remedy: str = "") -> int:
@@ -90,3 +92,97 @@ def as_tensor(address: int, num_bytes: int, device: torch.device) -> torch.Tenso
     """A tensor of bytes at an address, which does not own them; `num_bytes` is a multiple of 8."""
     words: Any = torch.as_tensor(Raw(address, num_bytes // 8), device=device)
     return words.view(torch.uint8)
+
+
+# -- addresses that stay while their memory goes ---------------------------------------------------
+
+_PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3  # of CUmemAllocationType and so on
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]  # CUmemLocation
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = [  # CUmemAllocationProp
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]  # CUmemAccessDesc
+
+
+class ReservedMemory:
+    """Addresses of a device, and memory at them that can be given back and taken again (the
+    driver's virtual memory management).
+
+    Args:
+        num_bytes: size in bytes, rounded up to what the driver divides memory into.
+        index: index of the device, which must be the current one.
+
+    Attributes:
+        address: first address.
+        num_bytes: size in bytes.
+    """
+
+    def __init__(self, num_bytes: int, index: int) -> None:
+        location = _Location(_ON_DEVICE, index)
+        self._properties = _Properties(type=_PINNED, location=location)
+        self._access = _Access(location, _READ_AND_WRITE)
+        unit, address, recommended = ctypes.c_size_t(), ctypes.c_uint64(), 1
+        call(
+            "cuMemGetAllocationGranularity",
+            ctypes.byref(unit),
+            ctypes.byref(self._properties),
+            recommended,
+        )
+        self.num_bytes = -(-num_bytes // unit.value) * unit.value
+        size, any_address = ctypes.c_size_t(self.num_bytes), ctypes.c_uint64(0)
+        no_alignment, no_flags = ctypes.c_size_t(0), ctypes.c_ulonglong(0)
+        call(
+            "cuMemAddressReserve",
+            ctypes.byref(address),
+            size,
+            no_alignment,
+            any_address,
+            no_flags,
+        )
+        self.address, self._index, self._is_mapped = address.value, index, False
+
+    def take(self) -> None:
+        """Have memory at the addresses, of arbitrary contents.
+
+        Raises:
+            torch.OutOfMemoryError: if the device has none left.
+        """
+        handle, size, start = ctypes.c_uint64(), ctypes.c_size_t(self.num_bytes), self._start
+        none, offset = ctypes.c_ulonglong(0), ctypes.c_size_t(0)
+        call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), none)
+        try:
+            call("cuMemMap", start, size, offset, handle, none)
+        finally:
+            call("cuMemRelease", handle)  # it stays while it is mapped
+        self._is_mapped = True
+        call("cuMemSetAccess", start, size, ctypes.byref(self._access), ctypes.c_size_t(1))
+
+    def give_back(self) -> None:
+        """Have no memory at the addresses. Nothing on the device may use it any more."""
+        call("cuMemUnmap", self._start, ctypes.c_size_t(self.num_bytes))
+        self._is_mapped = False
+
+    def close(self) -> None:
+        """Give up the addresses, and the memory at them."""
+        with torch.cuda.device(self._index):
+            torch.cuda.synchronize()
+            if self._is_mapped:
+                self.give_back()
+            call("cuMemAddressFree", self._start, ctypes.c_size_t(self.num_bytes))
+
+    @property
+    def _start(self) -> ctypes.c_uint64:
+        return ctypes.c_uint64(self.address)

@@ -296,7 +296,9 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
         assert results(llm) == before
         llm.add_request(PROMPTS[0])
         for use in (lambda: llm.update_weights(new), llm.start_weight_update):
-            with pytest.raises(RuntimeError, match="cannot change while requests are left"):
+            with pytest.raises(
+                RuntimeError, match="weights and memory cannot change while requests are left"
+            ):
                 use()
         llm.abort_all()
         llm.update_weights(new)

@@ -47,6 +47,10 @@ class OneDnnWeight(Weight):
     ) -> Iterator[tuple[str, Shard]]:
         return self.origin.shards(module, begin, rows, cols)
 
+    def drop(self) -> None:
+        """Have no values, until the weight is filled again."""
+        self.data = nn.Parameter(torch.empty(0, dtype=self.dtype), False)
+
     def _pack(self, values: torch.Tensor) -> None:
         packed = torch.ops.mkldnn._reorder_linear_weight(values)
         self.data = nn.Parameter(packed, False)

@@ -1,4 +1,4 @@
-"""`ReplicaFiller`: fills the weights of all replicas."""
+"""`ReplicaMemory`: the memory of all replicas, which updates fill and sleep gives back."""
 
 from collections.abc import Iterable
 
@@ -7,8 +7,8 @@ from nanovllm.updates.ledger import Expected
 from nanovllm.updates.parcel import Named, Parcel, parcels
 
 
-class ReplicaFiller:
-    """A `Filler` of the weights of replicas, each of which opens the parcels itself.
+class ReplicaMemory:
+    """The `Memory` of replicas, each of which opens parcels itself.
 
     Args:
         replicas: processes, which have started.
@@ -43,3 +43,11 @@ class ReplicaFiller:
     def give_up_update(self) -> None:
         """Forget what an update that has failed has left half done."""
         self._replicas.tell_all("give_up_update")
+
+    def sleep(self, level: int) -> None:
+        """Give the memory back."""
+        self._replicas.tell_all("sleep_ranks", level)
+
+    def wake(self, tags: list[str]) -> None:
+        """Take it again."""
+        self._replicas.tell_all("wake_ranks", tags)
