@@ -50,7 +50,7 @@ class AsyncLLM:
     @takes_options
     def __init__(self, model: str | Path, **options: Unpack[Options]) -> None:
         llm = LLM(model, **options)
-        llm.begins_again = True
+        llm._begins_again = True
         self._shown = repr(llm)
         self._tokenizer = llm.get_tokenizer()
         self._default_params = llm.get_default_sampling_params()

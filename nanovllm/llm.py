@@ -49,13 +49,10 @@ class LLM(LLMEngine):
 
     All options are those of `nanovllm.config.Config`. Use it as a context manager, or call
     `exit()`, to give the memory back at a known time.
-
-    Attributes:
-        begins_again: whether requests that run are computed again by new weights; else these are
-            refused meanwhile.
     """
 
-    begins_again = False
+    # Whether requests that run are computed again by new weights; else these are refused meanwhile.
+    _begins_again = False
 
     def _make_executor(self) -> AnyExecutor:
         if self.config.data_parallel_size > 1:
@@ -495,7 +492,7 @@ class LLM(LLMEngine):
 
     def _check_updatable(self) -> None:
         self._check_open()
-        if not self.core.is_idle() and not self.begins_again:
+        if not self.core.is_idle() and not self._begins_again:
             raise RuntimeError(
                 "weights and memory cannot change while requests are left: finish them, or drop "
                 "them with abort_all()"

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import torch
 
-from nanovllm.utils import cuda_driver
+from nanovllm.device_memory import driver
 from nanovllm.utils.device import capturing, wait_for_device
 
 REMEDY = "disable_custom_all_reduce=True does without it"
@@ -53,12 +53,12 @@ class PeerRegion:
         with capturing:
             torch.cuda.synchronize(device)  # the driver's calls need PyTorch's context
             torch.cuda.empty_cache()  # and may need memory that PyTorch caches
-        self._own = cuda_driver.allocate(num_bytes, REMEDY)
+        self._own = driver.allocate(num_bytes, REMEDY)
         start, size = ctypes.c_uint64(self._own), ctypes.c_size_t(num_bytes)
         self.call("cuMemsetD8_v2", start, ctypes.c_ubyte(fill), size)
         wait_for_device(device)
         try:
-            own = cuda_driver.export(self._own, REMEDY)
+            own = driver.export(self._own, REMEDY)
             self.addresses = [
                 self._own if peer == rank else self._open(handle)
                 for peer, handle in enumerate(share(own))
@@ -66,24 +66,24 @@ class PeerRegion:
         except BaseException:  # another rank may have died meanwhile
             self.close()
             raise
-        self.words = torch.as_tensor(cuda_driver.Raw(self._own, num_bytes // 8), device=device)
+        self.words = torch.as_tensor(driver.Raw(self._own, num_bytes // 8), device=device)
         self.abort_address = abort.data_ptr()  # the same for host and GPU
 
     def _open(self, handle: bytes) -> int:
-        self._opened.append(cuda_driver.open_memory(handle, REMEDY))
+        self._opened.append(driver.open_memory(handle, REMEDY))
         return self._opened[-1]
 
     @staticmethod
     def call(name: str, *args: object) -> None:
         """Call a function of the driver. RuntimeError if it fails."""
-        cuda_driver.call(name, *args, remedy=REMEDY)
+        driver.call(name, *args, remedy=REMEDY)
 
     def close(self) -> None:
         """Free the region. No rank may use it any more."""
         with torch.cuda.device(self._device), ExitStack() as finally_:  # all of it, if parts fail
-            finally_.callback(cuda_driver.free, self._own)
+            finally_.callback(driver.free, self._own)
             for address in self._opened:
-                finally_.callback(cuda_driver.close_memory, address)
+                finally_.callback(driver.close_memory, address)
             self._opened = []
 
 

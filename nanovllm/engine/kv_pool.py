@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
+from nanovllm.device_memory.pieces import Piece
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Per, State, StatefulLayer
 from nanovllm.recurrent.state_rows import StateRows
 from nanovllm.sizing import memory
 from nanovllm.utils.integers import cdiv
-from nanovllm.utils.pieces import Piece
 from nanovllm.windows.pages import max_blocks_of_one, num_slabs
 from nanovllm.windows.places import divide_pages
 

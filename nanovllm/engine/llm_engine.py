@@ -9,7 +9,7 @@ import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from typing_extensions import Self, Unpack
 
@@ -330,13 +330,16 @@ class LLMEngine:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise RuntimeError("this engine is closed: build a new LLM")
+            self._refuse()
 
     def _check_ready(self) -> None:
-        """Refuse to compute with an engine that is closed, or whose weights are being changed."""
-        self._check_open()
-        if (reason := self._hold.refusal) is not None:
-            raise RuntimeError(reason)
+        """Refuse to compute with an engine that is closed or held."""
+        if self.is_closed or self.core.is_held:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        closed = "this engine is closed: build a new LLM"
+        raise RuntimeError(closed if self.is_closed else self._hold.refusal)
 
     def exit(self) -> None:
         """Drop all requests and give the memory back, after the calls that other threads have

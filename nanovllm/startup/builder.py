@@ -13,6 +13,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.compiling.compiler import Compiler, num_processes, target_of
 from nanovllm.compiling.rehearsal import Rehearsal, run_distinct_layers
 from nanovllm.config import Config
+from nanovllm.device_memory import pieces
 from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.plan import SlotTable
@@ -35,7 +36,6 @@ from nanovllm.tensors.fp8 import FP8
 from nanovllm.updates import settling
 from nanovllm.updates.sleeper import Sleeper
 from nanovllm.updates.weights import Weights
-from nanovllm.utils import pieces
 from nanovllm.utils.device import (
     capability,
     computing_on,

@@ -1,5 +1,5 @@
-"""Weights that change while an engine stays: new ones in place, checked and counted.
+"""Weights that change and memory that is lent, while an engine stays.
 
-Doors: `ledger` and `parcel` for what travels, `weights` for a rank's model, `sharing` for other
-processes.
+Doors: `updating`, `sleeping`, `hold` and `memory` for engines; `weights`, `sleeper` and `settling`
+for what builds a rank; `ledger` and `parcel`, which travel; `sharing` for other processes.
 """

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.device_memory import driver
 from nanovllm.layers.weights.source import DTYPES
 from nanovllm.updates.ledger import Described
-from nanovllm.utils import cuda_driver
 from nanovllm.utils.device import wait_for_device
 from nanovllm.utils.integers import cdiv
 
@@ -99,12 +99,12 @@ class Parcel(NamedTuple):
             yield list(self.views(_map(self.memory, self.num_bytes)))
             return
         with torch.cuda.device(device):
-            address = cuda_driver.open_memory(self.memory.handle, NO_IPC)
+            address = driver.open_memory(self.memory.handle, NO_IPC)
             try:
-                yield list(self.views(cuda_driver.as_tensor(address, self.num_bytes, device)))
+                yield list(self.views(driver.as_tensor(address, self.num_bytes, device)))
                 wait_for_device(device)  # copies from it may still run
             finally:
-                cuda_driver.close_memory(address)
+                driver.close_memory(address)
 
 
 def _map(memory: HostMemory, num_bytes: int) -> torch.Tensor:
@@ -151,13 +151,13 @@ class Buffer:
             return
         with torch.cuda.device(device):
             wait_for_device(device)  # the driver's calls need PyTorch's context
-            self._address = cuda_driver.allocate(num_bytes, NO_IPC)
+            self._address = driver.allocate(num_bytes, NO_IPC)
             try:
-                self.memory = DeviceMemory(cuda_driver.export(self._address, NO_IPC))
+                self.memory = DeviceMemory(driver.export(self._address, NO_IPC))
             except BaseException:
-                cuda_driver.free(self._address)
+                driver.free(self._address)
                 raise
-            self.bytes = cuda_driver.as_tensor(self._address, num_bytes, device)
+            self.bytes = driver.as_tensor(self._address, num_bytes, device)
 
     def pack(self, tensors: list[Named]) -> Parcel:
         """Copy tensors into the buffer, which has room for them. Waits for the device."""
@@ -180,7 +180,7 @@ class Buffer:
             os.close(self.memory.fd)
         else:
             with torch.cuda.device(self.device):
-                cuda_driver.free(self._address)
+                driver.free(self._address)
 
 
 def describe(name: str, tensor: torch.Tensor) -> Described:

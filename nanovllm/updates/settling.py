@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from nanovllm.device_memory.pieces import Piece
 from nanovllm.utils.device import capturing
-from nanovllm.utils.pieces import Piece
 
 SMALL = 1 << 20  # bytes of a parameter up to which it shares a piece with others
 PIECE_BYTES = 64 << 20  # of small ones together

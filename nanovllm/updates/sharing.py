@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.device_memory.driver import HANDLE_BYTES
 from nanovllm.updates.ledger import Described
 from nanovllm.updates.parcel import (
     TORCH_DTYPES,
@@ -21,7 +22,6 @@ from nanovllm.updates.parcel import (
     room_of,
 )
 from nanovllm.updates.updating import Tensors, named_tensors
-from nanovllm.utils.cuda_driver import HANDLE_BYTES
 
 KEYS = ("names", "shapes", "dtypes", "offsets", "num_bytes", "memory")
 

@@ -7,10 +7,10 @@ of memory whose addresses remain.
 import torch
 from torch import nn
 
+from nanovllm.device_memory.pieces import Piece
 from nanovllm.layers.weights.onednn import OneDnnWeight
 from nanovllm.updates.sleeping import KV_CACHE, WEIGHTS
 from nanovllm.utils.device import capturing, computing_on, wait_for_device
-from nanovllm.utils.pieces import Piece
 
 
 class Sleeper:

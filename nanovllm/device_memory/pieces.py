@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from nanovllm.utils import cuda_driver
+from nanovllm.device_memory import driver
 from nanovllm.utils.device import wait_for_device
 
 
@@ -39,12 +39,12 @@ class Piece:
         index = torch.cuda.current_device() if device.index is None else device.index
         with torch.cuda.device(device):
             wait_for_device(device)  # the driver's calls need PyTorch's context
-            self._reserved = cuda_driver.ReservedMemory(num_bytes, index)
+            self._reserved = driver.ReservedMemory(num_bytes, index)
             finalizer = weakref.finalize(self, self._reserved.close)
             finalizer.atexit = False  # the driver frees all then
             self.is_there = False
             self.take()
-            whole = cuda_driver.as_tensor(self._reserved.address, self._reserved.num_bytes, device)
+            whole = driver.as_tensor(self._reserved.address, self._reserved.num_bytes, device)
             self.bytes = whole[:num_bytes]
         self.zero()
 
