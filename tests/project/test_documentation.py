@@ -43,6 +43,7 @@ SMALL = {
         "--num-seqs 2 --longest 17 --layers 1 --batch-sizes 2 --repeat 1 --threads 1"
     ),
     "benchmarks/streams.py": "--model DIR --num-requests 1 --max-tokens 8 --repeat 1",
+    "benchmarks/updates.py": "--model DIR --repeat 1 --only update ipc sleep",
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 1 --repeat 1 --only one",
     "scripts/check_install.py": "",
 }
