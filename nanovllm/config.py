@@ -100,6 +100,7 @@ FOREIGN_OPTIONS: Foreign = {
     "tokenizer_revision": (only(None), "pass revision"),
     "trust_remote_code": (only(False), NO_CODE),
     "use_tqdm_on_load": (only(True), "set TQDM_DISABLE=1 in the environment to turn bars off"),
+    "weight_transfer_config": (only(None), "pass tensors to update_weights()"),
 }
 # Keyword arguments of `generate` and `chat` in vLLM.
 FOREIGN_ARGUMENTS: Foreign = {

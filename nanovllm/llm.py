@@ -545,6 +545,15 @@ class LLM(LLMEngine):
         raise AttributeError(f"{type(self).__name__} has no `get_metrics`: call metrics()")
 
     @property
+    def init_weight_transfer_engine(self) -> NoReturn:
+        """vLLM's, which connects trainers; here tensors are passed, or shared."""
+        raise AttributeError(
+            f"{type(self).__name__} has no `init_weight_transfer_engine`: nothing is initialised; "
+            "pass tensors to update_weights(), or what share_weights() has given in another "
+            "process to update_weights_ipc()"
+        )
+
+    @property
     def llm_engine(self) -> Self:
         """The engine itself; vLLM has a separate object."""
         return self

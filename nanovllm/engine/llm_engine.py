@@ -323,8 +323,12 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            size = self.config.data_parallel_size
-            return {**self._describe(), **self.core.describe(), "data_parallel_size": size}
+            return {
+                **self._describe(),
+                **self.core.describe(),
+                "data_parallel_size": self.config.data_parallel_size,
+                "weight_version": self.core.weight_version,
+            }
 
     # -- the end --------------------------------------------------------------------------------
 

@@ -172,6 +172,11 @@ def named_tensors(tensors: Any) -> Iterator[Named]:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise TypeError(f"`tensors` must be pairs of a name and a tensor, got {item!r}")
         name, tensor = item
+        if name == "update_info":  # vLLM's
+            raise TypeError(
+                "`tensors` must be the tensors themselves; of another process pass what "
+                "share_weights() has given there to update_weights_ipc()"
+            )
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 "`tensors` must be pairs of a name and a torch.Tensor, got "

@@ -287,7 +287,9 @@ def test_the_reference_has_everything() -> None:
     assert [name for name in names if name not in shown] == []
     for name, cls in (("LLM", LLM), ("AsyncLLM", AsyncLLM)):
         [members] = re.findall(rf"::: nanovllm\.{name}\n.*?\[(.*?)\]", pages["llm.md"], re.S)
-        public = {name for name in dir(cls) if not name.startswith("_")} - {"get_metrics"}
+        public = {name for name in dir(cls) if not name.startswith("_")} - {
+            *("get_metrics", "init_weight_transfer_engine"),
+        }
         assert public == {*re.findall(r"\w+", members)}
     commands = re.findall(r"<!-- flags: (\w+) -->", pages["command-line.md"])
     assert sorted(commands) == sorted(_parsers()[1])

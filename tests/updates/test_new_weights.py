@@ -288,7 +288,7 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
             with pytest.raises(ValueError, match=error):
                 llm.update_weights(tensors)
             assert llm.weight_version == 0
-        for tensors in ([NORM], {NORM: [1.0]}, [(NORM, new[NORM], 1)], 3):
+        for tensors in ([NORM], {NORM: [1.0]}, {"update_info": {}}, [(NORM, new[NORM], 1)], 3):
             with pytest.raises(TypeError, match=r"`tensors` must be|not iterable"):
                 llm.update_weights(tensors)
         with pytest.raises(TypeError, match=r"`version` must be a number or a string, got 0\.5"):
