@@ -175,6 +175,7 @@ def test_metrics_explain_a_run(llm):
         "kv_cache_dtype": "float32",
         "tensor_parallel_size": 1,
         "data_parallel_size": 1,
+        "weight_version": 0,
         "all_reduce": "none",
         "cuda_graphs": 0,
         "max_num_seqs": 8,
