@@ -66,7 +66,6 @@ FOREIGN_OPTIONS: Foreign = {
     "enable_expert_parallel": (only(False), "experts are tensor-parallel"),
     "enable_lora": (only(None, False), NO_LORA),
     "enable_prompt_embeds": (only(False), TEXT_ONLY),
-    "enable_sleep_mode": (only(False), "exit() frees the memory"),
     "guided_decoding_backend": (only(None, "auto"), "llguidance is the only backend"),
     "hf_overrides": (only(None, {}), "edit the checkpoint's config.json"),
     "hf_token": (only(None, False, True), "set HF_TOKEN in the environment"),
@@ -101,6 +100,7 @@ FOREIGN_OPTIONS: Foreign = {
     "tokenizer_revision": (only(None), "pass revision"),
     "trust_remote_code": (only(False), NO_CODE),
     "use_tqdm_on_load": (only(True), "set TQDM_DISABLE=1 in the environment to turn bars off"),
+    "weight_transfer_config": (only(None), "pass tensors to update_weights()"),
 }
 # Keyword arguments of `generate` and `chat` in vLLM.
 FOREIGN_ARGUMENTS: Foreign = {
@@ -124,6 +124,7 @@ class Options(TypedDict, total=False):
     tensor_parallel_size: int
     data_parallel_size: int
     disable_custom_all_reduce: bool
+    enable_sleep_mode: bool
     enforce_eager: bool
     kvcache_block_size: int
     num_kvcache_blocks: int
@@ -164,6 +165,8 @@ class Config:
             (on a CPU: a process, with its part of the threads) and all other options for itself.
             Requests are divided among them.
         disable_custom_all_reduce: sum over GPUs by NCCL always, never inside our kernels.
+        enable_sleep_mode: let `LLM.sleep` give the memory back while the engine stays (weights and
+            KV cache are then in memory of their own, at fixed addresses).
         enforce_eager: do not capture CUDA graphs.
         kvcache_block_size: tokens per KV block, a power of two from 16.
         num_kvcache_blocks: number of KV blocks, of all layers; -1 derives it from memory.
@@ -211,6 +214,7 @@ class Config:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     disable_custom_all_reduce: bool = False
+    enable_sleep_mode: bool = False
     enforce_eager: bool = False
     kvcache_block_size: int = 256
     num_kvcache_blocks: int = -1
@@ -242,6 +246,7 @@ class Config:
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
         check_int("data_parallel_size", self.data_parallel_size, 1, 64)
         check_bool("disable_custom_all_reduce", self.disable_custom_all_reduce)
+        check_bool("enable_sleep_mode", self.enable_sleep_mode)
         check_bool("enforce_eager", self.enforce_eager)
         check_int("kvcache_block_size", self.kvcache_block_size, 16)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)

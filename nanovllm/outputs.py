@@ -250,6 +250,8 @@ class RequestOutput(Row):
         metrics: times of the request, once it has ended with a result; else None.
         error: reason why the prompt was refused, with `on_error="return"`, or why a completion
             ended with "error"; else None.
+        weight_version: version of the weights that computed its last token, see
+            `LLM.update_weights`.
     """
 
     request_id: int
@@ -262,6 +264,7 @@ class RequestOutput(Row):
     embedding: list[float] | None = None
     metrics: RequestMetrics | None = field(default=None, repr=False)
     error: str | None = None
+    weight_version: int | str = field(default=0, repr=False)
 
     def _row(self) -> dict[str, Any]:
         first = self.outputs[0] if self.outputs else CompletionOutput(0, "", [], "error")

@@ -1,9 +1,11 @@
 """Ranks as threads of the test process, so that a test sees the logits and the memory of each."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -100,6 +102,13 @@ class ThreadedExecutor(Executor):
 
     def wait(self, tokens: PendingTokens) -> list[int]:
         return tokens.wait()
+
+    @contextmanager
+    def on_all_ranks(self, method: str, *args: Any) -> Iterator[ModelRunner]:
+        message = pickle.dumps(args, protocol=pickle.HIGHEST_PROTOCOL)
+        for runner in self.runners[1:]:
+            attrgetter(method)(runner)(*pickle.loads(message))
+        yield self.runners[0]
 
     def take_logits(self) -> list[torch.Tensor]:
         """The logits seen since the last call, by rank: [n, len(vocab)]."""

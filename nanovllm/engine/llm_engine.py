@@ -9,7 +9,7 @@ import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from typing_extensions import Self, Unpack
 
@@ -29,6 +29,9 @@ from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.metrics import Progress
 from nanovllm.tracing.recorder import DEFAULT_PATH, Recorder, engine_facts
+from nanovllm.updates.hold import Hold
+from nanovllm.updates.sleeping import Sleeping
+from nanovllm.updates.updating import WeightUpdates
 from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.fair_lock import FairLock
 from nanovllm.utils.options import takes_foreign
@@ -118,6 +121,10 @@ class LLMEngine:
         parts = self._assemble()
         self.core, self._intake, self._make = parts.core, parts.intake, parts.make
         self._describe, self.max_model_len = parts.describe, parts.max_model_len
+        self._memory = parts.memory
+        self._hold = Hold(parts.core)
+        self._updates = WeightUpdates(parts.memory, self._hold)
+        self._sleeping = Sleeping(self._hold, parts.memory, self._updates.lose)
         if parts.own is not None:
             self.scheduler, self.model_runner = parts.own
         chosen = self._describe()
@@ -173,7 +180,7 @@ class LLMEngine:
             The request's id, found again in `RequestOutput.request_id`.
         """
         with self._lock:
-            self._check_open()
+            self._check_ready()
             if listener is not None and not callable(listener):
                 raise TypeError(f"`listener` must be callable, got {type(listener).__name__}")
             return self._add(self._intake.check(prompt, sampling_params), listener=listener)
@@ -199,7 +206,7 @@ class LLMEngine:
             return self._take_finished()
 
     def _advance(self) -> None:
-        self._check_open()
+        self._check_ready()
         try:
             self.core.step()
         except BaseException:
@@ -269,7 +276,7 @@ class LLMEngine:
         """
         named = name_prompts(prompts)  # an iterable may take its time, or call the engine
         with self._lock:
-            self._check_open()
+            self._check_ready()
             checked = self._intake.check_all(named, sampling_params, on_error)
             return self._complete(checked, use_tqdm)
 
@@ -279,7 +286,7 @@ class LLMEngine:
         """Run checked requests to their end."""
         check_bool("use_tqdm", use_tqdm)
         with self._lock:
-            self._check_open()
+            self._check_ready()
             if not self.core.is_idle():
                 raise RuntimeError(
                     "this call needs an engine without other requests, but some of stream() or "
@@ -316,14 +323,27 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            size = self.config.data_parallel_size
-            return {**self._describe(), **self.core.describe(), "data_parallel_size": size}
+            return {
+                **self._describe(),
+                **self.core.describe(),
+                "data_parallel_size": self.config.data_parallel_size,
+                "weight_version": self.core.weight_version,
+            }
 
     # -- the end --------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise RuntimeError("this engine is closed: build a new LLM")
+            self._refuse()
+
+    def _check_ready(self) -> None:
+        """Refuse to compute with an engine that is closed or held."""
+        if self.is_closed or self.core.is_held:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        closed = "this engine is closed: build a new LLM"
+        raise RuntimeError(closed if self.is_closed else self._hold.refusal)
 
     def exit(self) -> None:
         """Drop all requests and give the memory back, after the calls that other threads have

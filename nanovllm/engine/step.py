@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from nanovllm.engine.plan import SlotTable
     from nanovllm.graphs.step_graphs import StepGraphs
     from nanovllm.sampling.extras import Extras
+    from nanovllm.updates.sleeper import Sleeper
+    from nanovllm.updates.weights import Weights
 
 
 class Step:
@@ -94,6 +96,8 @@ class Built:
         graphs: CUDA graphs of steps; None in eager mode.
         extras: results of a step that only some requests ask for.
         compiler: compiles kernels beside this process; None where none are.
+        weights: the model's weights, to be filled again.
+        sleeper: gives the memory back; None without `enable_sleep_mode`.
     """
 
     device: torch.device
@@ -107,6 +111,8 @@ class Built:
     graphs: StepGraphs | None
     extras: Extras
     compiler: Compiler | None
+    weights: Weights
+    sleeper: Sleeper | None
 
     @property
     def pool_tokens(self) -> int:

@@ -82,7 +82,12 @@ class Request:
         params: sampling parameters of all completions.
         seqs: one sequence for each completion.
         listener: function that gets new output; then it alone is told of the request's end.
+
+    Attributes:
+        weight_version: version of the weights that compute it, see `LLM.update_weights`.
     """
+
+    weight_version: int | str = 0
 
     def __init__(
         self,
@@ -141,6 +146,7 @@ class Request:
                 "error": next(
                     (seq.end.error for seq in self.seqs if seq.end and seq.end.error), None
                 ),
+                "weight_version": self.weight_version,
             }
         )
 

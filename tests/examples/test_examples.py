@@ -8,6 +8,8 @@ import ast
 import json
 import math
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from runs import PAGES, ROOT, SCRIPTS, Runner, blocks, first_command
+from runs import PAGES, ROOT, SCRIPTS, Runner, blocks, environment, first_command
 
 from nanovllm import LLM, TINY
 
@@ -97,6 +99,7 @@ def nothing_more(directory: Path, printed: str, run: Runner) -> None:
 
 
 CHECKS: dict[str, Callable[[Path, str, Runner], None]] = {
+    "best_of_n": nothing_more,
     "data_parallel": nothing_more,
     "embeddings": embeddings,
     "extraction": extraction,
@@ -120,6 +123,19 @@ def test_script_prints_what_its_page_says(name: str, tmp_path: Path, run: Runner
     printed = run(name, *args, directory=tmp_path)
     assert printed == output
     CHECKS[name](tmp_path, printed, run)
+
+
+@pytest.mark.slow
+def test_the_reward_rises(tmp_path: Path) -> None:
+    """As on the page, but for rounding. PyTorch differentiates in no fork."""
+    args, said = first_command("grpo")
+    command = [sys.executable, str(SCRIPTS["grpo"]), *args]
+    printed = subprocess.run(
+        command, cwd=tmp_path, env=environment(), check=True, capture_output=True, text=True
+    ).stdout
+    for text in (said, printed):
+        rewards = [float(line.rpartition(" ")[2]) for line in text.splitlines()]
+        assert len(rewards) == 12 and rewards[0] < 0.4 and min(rewards[-3:]) > 0.9
 
 
 def test_scores_are_those_of_transformers(reference: Any) -> None:

@@ -18,6 +18,7 @@ import torch
 from attention_cases import HAS_CUDA
 from fp8_checkpoints import quantised_copy
 from int4_checkpoints import checkpoints as int4_checkpoints
+from new_weights import assert_weights_change, with_other_values
 from plain_modules import assert_layers_know_their_names
 from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
@@ -156,6 +157,11 @@ def test_ranks_divide_the_heads(path: Path) -> None:
     with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
         assert len(ranks_of(llm).runners) == 2
         assert_right(path, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+def test_new_weights_are_those_of_a_fresh_engine(path: Path, tmp_path: Path) -> None:
+    other = with_other_values(path, tmp_path / "other")
+    assert_weights_change(path, other, **OPTIONS)
 
 
 def test_samples_of_a_prompt_have_states_of_their_own(path: Path) -> None:

@@ -73,6 +73,13 @@ class Weight(nn.Module):
         return len(self.data)
 
     @property
+    def stored(self) -> "Weight":
+        """The weight in the checkpoint's format: itself, unless it was made of another (see
+        `converted.py`).
+        """
+        return self
+
+    @property
     def codes(self) -> torch.Tensor | Codes | Int4Codes | Mxfp4Codes:
         """The whole matrix, in the form that kernels accept."""
         raise NotImplementedError
