@@ -6,7 +6,7 @@ is made anew for it, and the other is made of it again once all of them have com
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,8 @@ class Origin:
         self._values, self._put = values, put
         self._device = weight.data.device if device is None else device
         self._filling: Weight | None = None
-        self._num_left = 0  # elements of `_filling` that no tensor has filled yet
+        self._wanted: set[Hashable] = set()  # keys of the tensors that fill it
+        self._come: set[Hashable] = set()
 
     def of_another(self, put: Callable[[torch.Tensor], Any]) -> "Origin":
         """The origin of a weight that was made of the one whose origin this is."""
@@ -51,31 +52,45 @@ class Origin:
 
     def shards(self, module: str, begin: int, rows: Part, cols: Part) -> Shards:
         """See `Weight.shards`."""
-        return self.refilling(lambda weight: weight.shards(module, begin, rows, cols))
+        return self.refilling(begin, lambda weight: weight.shards(module, begin, rows, cols))
 
-    def refilling(self, shards_of: Callable[[Weight], Shards]) -> Shards:
-        """The shards that fill a weight like the original, each with its name."""
+    def refilling(self, key: Hashable, shards_of: Callable[[Any], Shards]) -> Shards:
+        """Shards, each with its name, for those of a weight like the original, which fill one.
+
+        Args:
+            key: tells these from others of the same weight.
+            shards_of: function that returns them for such a weight.
+        """
         for i, (name, shard) in enumerate(shards_of(self.weight)):
-            yield name, RefillingShard(shard.target, shard.parts, self, shards_of, i, shard)
+            if shard.wanted.is_optional:  # it fills nothing
+                yield name, shard
+                continue
+            self._wanted.add((key, i))
+            own = shard.target, shard.parts
+            yield name, RefillingShard(*own, self, shards_of, (key, i), shard)
 
     def fill(
-        self, shards_of: Callable[[Weight], Shards], i: int, fill: Callable[[Shard], None]
+        self,
+        shards_of: Callable[[Any], Shards],
+        key: tuple[Hashable, int],
+        fill: Callable[[Shard], None],
     ) -> None:
-        """Fill the i-th of these shards by a function. The last of all makes the other weight."""
+        """Fill the shard of a key by a function. The last of all makes the other weight."""
         if self._filling is None:
-            empty = copy.deepcopy(self.weight)
-            self._filling = empty.to_empty(device=self._device)
-            self._num_left = sum(param.numel() for param in self._filling.parameters())
-        [shard] = [shard for k, (_, shard) in enumerate(shards_of(self._filling)) if k == i]
+            self._filling = copy.deepcopy(self.weight).to_empty(device=self._device)
+            for param in self._filling.parameters():
+                param.data.view(torch.uint8).zero_()  # what no tensor fills
+        [shard] = [shard for i, (_, shard) in enumerate(shards_of(self._filling)) if i == key[1]]
         fill(shard)
-        self._num_left -= sum(target.numel() for target in shard.targets)
-        if not self._num_left:
+        self._come.add(key)
+        if self._come == self._wanted:
             self._put(self._values(self._filling))
-            self._filling = None
+            self.drop()
 
     def drop(self) -> None:
         """Forget what a filling that has failed has brought."""
         self._filling = None
+        self._come.clear()
 
 
 @dataclass(frozen=True)
@@ -84,13 +99,14 @@ class RefillingShard(Shard):
 
     Attributes:
         origin: the original.
-        shards_of, i: it is the i-th shard of a weight like the original.
+        shards_of, key: which of the shards of a weight like the original it is, see
+            `Origin.refilling`.
         without_memory: that shard of the original itself.
     """
 
     origin: Origin
-    shards_of: Callable[[Weight], Shards]
-    i: int
+    shards_of: Callable[[Any], Shards]
+    key: tuple[Hashable, int]
     without_memory: Shard
 
     @property
@@ -105,7 +121,7 @@ class RefillingShard(Shard):
         self.without_memory.check(name, source)
 
     def fill(self, source: Any) -> None:
-        self.origin.fill(self.shards_of, self.i, lambda shard: shard.fill(source))
+        self.origin.fill(self.shards_of, self.key, lambda shard: shard.fill(source))
 
     def put(self, numbers: torch.Tensor) -> None:
-        self.origin.fill(self.shards_of, self.i, lambda shard: shard.put(numbers))
+        self.origin.fill(self.shards_of, self.key, lambda shard: shard.put(numbers))
