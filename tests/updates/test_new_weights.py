@@ -15,10 +15,11 @@ from typing import Any
 
 import fp8_checkpoints
 import int4_checkpoints
+import mxfp4_checkpoints
 import pytest
 import torch
 from new_weights import PARAMS, PROMPTS, assert_weights_change, results, with_other_values
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoints import SMALL, greedy, make_checkpoint, rare, tokens
 from nanovllm import LLM, AsyncLLM, share_weights
@@ -62,10 +63,23 @@ def test_layouts_that_are_made_after_loading(
     assert_weights_change(path, other, quantization=quantization, tensor_parallel_size=size)
 
 
-@pytest.mark.parametrize("way", ["blocks", rare("tensor"), rare("tensor, inverse"), rare("rows")])
+@pytest.mark.parametrize("way", ["blocks", *map(rare, list(fp8_checkpoints.WAYS)[1:])])
 def test_codes_in_8_bits(way: str, tmp_path: Path) -> None:
     path, _ = fp8_checkpoints.checkpoints(tmp_path, way)
     assert_weights_change(path, with_other_values(path, tmp_path / "other"))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("size", [1, rare(2)])
+def test_codes_of_experts_in_4_bits(size: int, tmp_path: Path) -> None:
+    """MXFP4, with the scales of other blocks."""
+    path, _ = mxfp4_checkpoints.checkpoints(tmp_path)
+    tensors = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, path / "model.safetensors")
+    other = with_other_values(path, tmp_path / "other")
+    assert_weights_change(path, other, tensor_parallel_size=size)
 
 
 @pytest.mark.parametrize("way", ["awq", *map(rare, list(int4_checkpoints.WAYS)[1:])])

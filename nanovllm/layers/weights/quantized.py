@@ -108,6 +108,11 @@ class DequantizedWeight(PlainWeight):
     ) -> Iterator[tuple[str, Shard]]:
         return self.origin.shards(module, begin, rows, cols)
 
+    def of_stored(
+        self, shards_of: Callable[[Any], Iterator[tuple[str, Shard]]]
+    ) -> Iterator[tuple[str, Shard]]:
+        return self.origin.refilling("all", shards_of)
+
 
 def dequantize(model: nn.Module) -> None:
     """Replace filled weights whose codes no kernel here can multiply by plain ones."""
