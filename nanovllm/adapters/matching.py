@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from nanovllm.adapters.config import BY_PEFT, AdapterConfig
-from nanovllm.checkpoint.modules import without_prefix
+from nanovllm.checkpoint.modules import OTHER_PARTS, without_prefix
 from nanovllm.checkpoint.quantization import OF_CODES
 from nanovllm.utils.checks import listed
 
@@ -78,9 +78,12 @@ def match(
     for name in shapes:
         path = name.removeprefix(PREFIX)
         if found := PART.fullmatch(path):
-            parts[found[1]][found[2]] = name
+            group, key = parts[found[1]], found[2]
         else:
-            wholes[SAVED_BASE.sub("", path)] = name
+            group, key = wholes, SAVED_BASE.sub("", path)
+        if key in group:
+            raise ValueError(f"{group[key]} and {name} mean the same: save it again")
+        group[key] = name
     places = {without_prefix(name): name for name in saved}
     modules = [*parts, *(path.rpartition(".")[0] for path in wholes)]
     _refuse_modules(modules, places, is_tied)
@@ -130,6 +133,8 @@ def _refuse_unmatched(
         for name in names.values()
     ]
     lost += [name for path, name in wholes.items() if without_prefix(path) not in places]
+    if any(f".{part}." in name for name in lost for part in OTHER_PARTS):
+        remedy = f"parts for images are left out here; {BY_PEFT}"
     if lost:
         raise ValueError(f"this model has no weights for {listed(lost)}: {remedy}")
 

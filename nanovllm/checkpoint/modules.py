@@ -12,6 +12,7 @@ from typing import Any
 
 # Prefixes of the text model: in checkpoints with other parts, without, and without a head.
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+OTHER_PARTS = ("vision_tower", "multi_modal_projector", "visual")  # modules beside that model
 SPECIAL = frozenset("*+?^$()[]{}|\\")  # characters that make a name a regular expression
 BEGIN = r"\A"  # of regular expressions for the beginning of a path
 NAMES_GROUPS = re.compile(r"\\[1-9]|\(\?P|\(\?\(")  # groups with names, and references to groups

@@ -27,6 +27,7 @@ from torch import nn
 
 from nanovllm.adapters.adapter import Adapter
 from nanovllm.adapters.merge import Merge
+from nanovllm.checkpoint import modules
 from nanovllm.checkpoint.files import ADAPTER, INDEX, has_file, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import NOT_READ, OF_CODES
@@ -47,11 +48,7 @@ TEXT_PREFIXES = {
     "lm_head.": "lm_head.",
 }
 # Prefixes of the other parts of such checkpoints, which are left out, in both spellings.
-OTHER_PARTS = tuple(
-    f"{model}{part}."
-    for model in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "visual")
-)
+OTHER_PARTS = tuple(f"{model}{part}." for model in ("", "model.") for part in modules.OTHER_PARTS)
 DRAFTS = "mtp."  # prefix of layers that draft tokens (Qwen3.5), which are left out of any model
 GATES = re.compile(r"\.in_proj_(a|b|ba)\.")  # of Gated DeltaNet, in names
 STACKED = ".mlp.experts.gate_up_proj"  # end of the name of experts in one tensor

@@ -155,6 +155,12 @@ TRAINED = r"pass the model \(our/base\) that the adapter was trained on"
             {},
             f"no weights for {Q}.lora_A.default.weight: ",
         ),
+        (
+            added(model__visual__blocks__0__attn__qkv__lora_A__weight=torch.ones(4, 64)),
+            {},
+            rf"no weights for {PREFIX}model.visual.blocks.0.attn.qkv.lora_A.weight: parts for "
+            rf"images are left out here; {BY_PEFT}$",
+        ),
         (with_(K_B=None), {}, "it lacks model.layers.1.self_attn.k_proj.lora_B: save it again$"),
         (with_(Q_A=None), {}, "it lacks model.layers.0.self_attn.q_proj.lora_A: save it again$"),
         (lambda tensors: {}, {}, "it has no tensors: save it again"),
@@ -212,6 +218,19 @@ TRAINED = r"pass the model \(our/base\) that the adapter was trained on"
             ),
             {},
             "it has two changes of model.layers.0.self_attn.q_proj.weight, under different names",
+        ),
+        (
+            added(lm_head__weight=torch.ones(2), lm_head__base_layer__weight=torch.ones(2)),
+            {},
+            f"{PREFIX}lm_head.(base_layer.)?weight and {PREFIX}lm_head.* mean the same: save it",
+        ),
+        (
+            added(
+                norm__lora_magnitude_vector=torch.ones(2),
+                norm__lora_magnitude_vector__weight=torch.ones(2),
+            ),
+            {},
+            f"{PREFIX}norm.lora_magnitude_vector.* and .* mean the same: save it again$",
         ),
     ],
 )
