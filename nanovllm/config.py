@@ -3,7 +3,7 @@
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -31,7 +31,10 @@ QUANTIZATIONS = ("fp8", "awq", "gptq", "compressed-tensors", "auto-round")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 NO_CODE = "leave it out: code from a checkpoint is never run"
-NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
+NO_LORA = (
+    "LLM(model, adapter=path) merges a LoRA adapter into the weights; several in one batch are not "
+    "supported"
+)
 ONE_TOKENIZER = "the tokenizer is read from the model's directory"
 TEXT_ONLY = "prompts are text or token ids"
 FOREIGN_OPTIONS: Foreign = {
@@ -65,6 +68,9 @@ FOREIGN_OPTIONS: Foreign = {
     ),
     "enable_expert_parallel": (only(False), "experts are tensor-parallel"),
     "enable_lora": (only(None, False), NO_LORA),
+    "fully_sharded_loras": (only(False), NO_LORA),
+    "lora_dtype": (only("auto"), NO_LORA),
+    "lora_target_modules": (only(None), NO_LORA),
     "enable_prompt_embeds": (only(False), TEXT_ONLY),
     "guided_decoding_backend": (only(None, "auto"), "llguidance is the only backend"),
     "hf_overrides": (only(None, {}), "edit the checkpoint's config.json"),
@@ -143,6 +149,7 @@ class Options(TypedDict, total=False):
     generation_config: str
     seed: int
     revision: str | None
+    adapter: str | Path | Sequence[str | Path] | None
     trace: bool | str | Path
 
 
@@ -201,6 +208,9 @@ class Config:
             generation_config.json; "vllm" does not.
         seed: seed of sampling (and of dummy weights).
         revision: branch, tag or commit of a model on the hub; None: its main branch.
+        adapter: directory of a LoRA adapter that peft has saved, or its name on the hub, or a list
+            of these: they are merged into the weights while these are loaded, one after the other
+            (docs/adapters.md).
         trace: record the engine's work from its start to its end in this file, for viewers of
             traces and `nanovllm report` (docs/timeline.md). True: in trace.json. An earlier trace
             is overwritten, another file refused.
@@ -233,6 +243,7 @@ class Config:
     generation_config: str = "auto"
     seed: int = 0
     revision: str | None = None
+    adapter: str | Path | Sequence[str | Path] | None = None
     trace: bool | str | Path = False
 
     def __post_init__(self) -> None:
@@ -265,6 +276,7 @@ class Config:
         check_int("seed", self.seed, 0, 2**64 - 1)
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"`revision` must be a string, got {self.revision!r}")
+        self._read_adapter()
         if isinstance(self.trace, os.PathLike):
             object.__setattr__(self, "trace", os.fspath(self.trace))
         if self.trace == "" or not isinstance(self.trace, (bool, str)):
@@ -286,6 +298,31 @@ class Config:
                 f"sequence gets its token in each step, got {self.max_num_batched_tokens} < "
                 f"{self.max_num_seqs}: raise the first or lower the second"
             )
+
+    def _read_adapter(self) -> None:
+        """Make one path or several a tuple of strings."""
+        given: Any = self.adapter
+        paths = [given] if isinstance(given, (str, os.PathLike)) else given
+        if paths is not None:
+            if not isinstance(paths, (list, tuple)) or not all(
+                isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths
+            ):
+                raise TypeError(
+                    "`adapter` must be the directory of a PEFT adapter, its name on the hub, or a "
+                    f"list of these, got {given!r}"
+                )
+            object.__setattr__(self, "adapter", tuple(map(os.fspath, paths)) or None)
+        if self.adapter is not None and self.load_format == "dummy":
+            raise ValueError(
+                "`adapter` changes the weights of a checkpoint, which load_format='dummy' does not "
+                "read: leave one of them out"
+            )
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters to merge, in their order."""
+        paths: Any = self.adapter
+        return paths or ()
 
     def longest(self, limit: int) -> int:
         """The length of the longest sequence in tokens, for a model with `limit` positions."""

@@ -3,6 +3,7 @@
 from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
+from nanovllm.checkpoint import modules
 from nanovllm.checkpoint.quantization import NOT_READ
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -14,16 +15,11 @@ TEXT_PREFIXES = {
     "lm_head.": "lm_head.",
 }
 # Prefixes of the other parts of such checkpoints, which are left out, in both spellings.
-OTHER_PARTS = tuple(
-    f"{model}{part}."
-    for model in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "visual")
-)
+OTHER_PARTS = tuple(f"{model}{part}." for model in ("", "model.") for part in modules.OTHER_PARTS)
 DRAFTS = "mtp."  # prefix of layers that draft tokens (Qwen3.5), which are left out of any model
 # Ends of names of tensors that nothing reads; old checkpoints carry the rotary frequencies.
 UNUSED = ("rotary_emb.inv_freq", *NOT_READ)
 SCALE, INVERSE = ".weight_scale", "_inv"  # ends of names of scales
-_SHOWN = 8  # names listed in an error
 
 
 class Wanted(NamedTuple):
@@ -124,9 +120,3 @@ def is_left_out(name: str, is_part: bool) -> bool:
 def left_out_prefixes(is_part: bool) -> tuple[str, ...]:
     """The beginnings of names of tensors that are left out."""
     return (*OTHER_PARTS, DRAFTS) if is_part else (DRAFTS,)
-
-
-def list_names(names: list[str]) -> str:
-    """A list of names for an error, which may be long."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -72,8 +72,10 @@ def _add(parser: argparse.ArgumentParser, kind: str, cls: Any, hints: Mapping[st
         }
         if read is None:
             options["action"] = argparse.BooleanOptionalAction
-        elif metavar == PATH:
+        elif read is new_file:
             options |= {"type": read, "metavar": metavar, "nargs": "?", "const": True}
+        elif metavar == PATH:
+            options |= {"action": "append", "metavar": metavar}
         else:
             options |= {"type": read, "metavar": metavar}
         flag = FLAGS.get((kind, field.name), field.name).replace("_", "-")
@@ -93,6 +95,8 @@ def _reader(hint: Any) -> tuple[Callable[[str], Any] | None, str]:
     kinds = [kind for kind in (get_args(hint) if is_union else (hint,)) if kind is not type(None)]
     if {bool, str} <= {*kinds}:  # True if the flag stands alone
         return new_file, PATH
+    if {Path, str} <= {*kinds}:  # given again for each of several
+        return str, PATH
     [kind] = kinds
     if kind is bool:
         return None, ""

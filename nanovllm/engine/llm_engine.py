@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from typing_extensions import Self, Unpack
 
+from nanovllm.adapters.adapter import open_adapters
+from nanovllm.adapters.directory import adapter_directories
 from nanovllm.checkpoint.generation_config import read_sampling_params
 from nanovllm.checkpoint.hub import checkpoint_directory
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -20,7 +22,7 @@ from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.assembly import AnyExecutor, Entrance, Parts, assemble, make_entrance
 from nanovllm.engine.executor import Executor
-from nanovllm.models.loader import as_stored
+from nanovllm.models.loader import as_stored, check_adapters
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
 from nanovllm.requests.intake import OnError
@@ -70,11 +72,14 @@ class LLMEngine:
         config = Config(os.path.expanduser(model), **ours)
         weights = config.load_format != "dummy"
         directory = checkpoint_directory(config.model, config.revision, weights=weights)
-        self.config = replace(config, model=directory)
+        adapters = adapter_directories(config.adapters)
+        self.config = replace(config, model=directory, adapter=adapters)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         if weights:
             self.model_config = as_stored(self.model_config, Path(directory))
+            check_adapters(open_adapters(adapters), Path(directory), self.model_config)
         self._shown = repr(self.config.model), self.model_config.architecture
+        self._shown += tuple(f"adapter {adapter!r}" for adapter in adapters)
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
         self._default_params = SamplingParams()
         if self.config.generation_config == "auto":

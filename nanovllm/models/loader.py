@@ -6,7 +6,15 @@ Knows safetensors files; each layer names the tensors that fill it (`Layer.shard
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -17,7 +25,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.checkpoint.files import INDEX, has_file, read_json
+from nanovllm.adapters.adapter import Adapter
+from nanovllm.adapters.merge import Merge
+from nanovllm.checkpoint.files import ADAPTER, INDEX, has_file, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.names import (
     EMBEDDING,
@@ -25,13 +35,12 @@ from nanovllm.checkpoint.names import (
     UNUSED,
     as_saved,
     left_out_prefixes,
-    list_names,
     other_names,
 )
 from nanovllm.checkpoint.quantization import OF_CODES
-from nanovllm.checkpoint.refusals import ADAPTER
 from nanovllm.layers.base import Layer
 from nanovllm.layers.weights.shard import Shard
+from nanovllm.utils.checks import listed
 from nanovllm.utils.progress import startup_bar
 
 logger = logging.getLogger(__name__)
@@ -62,19 +71,17 @@ def find_weights(directory: Path) -> dict[str, Path]:
         if elsewhere := [file for file in named if Path(file).name != file]:
             raise ValueError(
                 f"{directory / INDEX}: `weight_map` must name files of the same directory, got "
-                f"{list_names(elsewhere)}: put them there, and their plain names into the index"
+                f"{listed(elsewhere)}: put them there, and their plain names into the index"
             )
         if missing := [file for file in named if not has_file(directory / file)]:
-            raise ValueError(
-                f"{directory}: files named in {INDEX} are missing: {list_names(missing)}"
-            )
+            raise ValueError(f"{directory}: files named in {INDEX} are missing: {listed(missing)}")
         return {name: directory / file for name, file in weight_map.items()}
     single = directory / SINGLE
     candidates = [single] if has_file(single) else sorted(directory.glob("*.safetensors"))
     files = [file for file in candidates if has_file(file)]
     if not files:
         others = sorted(path.name for path in directory.glob("*.bin"))
-        found_instead = f", but {list_names(others)}" if others else ""
+        found_instead = f", but {listed(others)}" if others else ""
         raise ValueError(
             f"{directory} has no *.safetensors{found_instead}: only that format is read; convert "
             "others with transformers' `save_pretrained`"
@@ -182,11 +189,11 @@ def _warn_of_unread_files(directory: Path, read: Container[Path]) -> None:
             directory / SINGLE,
             INDEX,
         )
-    if has_file(directory / ADAPTER):
+    if directory / ADAPTER not in read and has_file(directory / ADAPTER):
         logger.warning(
-            "%s is ignored: if its adapter is not in the weights yet, merge it into them (peft: "
-            "`merge_and_unload` and `save_pretrained`)",
+            "%s is ignored: if its adapter is not in the weights yet, pass adapter=%r",
             directory / ADAPTER,
+            str(directory),
         )
 
 
@@ -208,9 +215,9 @@ class Matching(NamedTuple):
         """Reasons not to load the checkpoint; none if it fits."""
         problems = []
         if self.missing:
-            problems.append(f"missing from the checkpoint: {list_names(self.missing)}")
+            problems.append(f"missing from the checkpoint: {listed(self.missing)}")
         if self.unused:
-            problems.append(f"not used by this model: {list_names(self.unused)}")
+            problems.append(f"not used by this model: {listed(self.unused)}")
         of_codes = [name for name in self.missing + self.unused if name.endswith(OF_CODES)]
         if of_codes and not any(name.endswith(OF_CODES) for name in self.shards):
             problems.append(
@@ -249,12 +256,38 @@ def match(own: Mapping[str, Shard], saved: Collection[str], is_part: bool = Fals
     return Matching(shards, missing, unused)
 
 
+def _of_text(files: Mapping[str, Path], is_part: bool) -> dict[str, Path]:
+    """The files of the tensors that a model may have, without those that are left out."""
+    left_out = left_out_prefixes(is_part)
+    return {name: file for name, file in files.items() if not name.startswith(left_out)}
+
+
+def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelConfig) -> None:
+    """Refuse adapters that cannot be merged into a checkpoint, before a model is built.
+
+    Args:
+        adapters: adapters, in the order in which they are merged.
+        directory: directory of the checkpoint.
+        config: the checkpoint's facts.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    if not adapters:
+        return
+    files, device = _of_text(find_weights(directory), config.is_part), torch.device("cpu")
+    merge = Merge(adapters, files, is_tied=config.tie_word_embeddings, device=device)
+    for name, source in _slices(sorted(merge.changed, key=files.__getitem__), files):
+        merge.source(name, source)
+
+
 def load_model(
     model: nn.Module,
     directory: Path,
     check: Callable[[], None] = lambda: None,
     *,
     is_part: bool = False,
+    adapters: Sequence[Adapter] = (),
 ) -> None:
     """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype. Only
     this rank's part of each tensor is read.
@@ -264,35 +297,40 @@ def load_model(
         directory: directory of the checkpoint.
         check: function called before each tensor, which may raise.
         is_part: whether the checkpoint may have `OTHER_PARTS`, which are left out.
+        adapters: adapters to merge into it, one after the other.
 
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.
     """
     files, own = find_weights(directory), shards_of_all(model)
-    _warn_of_unread_files(directory, set(files.values()))
-    left_out = left_out_prefixes(is_part)
-    files = {name: file for name, file in files.items() if not name.startswith(left_out)}
+    merged = {Path(adapter.name) / ADAPTER for adapter in adapters}
+    _warn_of_unread_files(directory, merged.union(files.values()))
+    files = _of_text(files, is_part)
     matching = match(own, files, is_part)
     if problems := matching.problems():
         raise ValueError(f"{directory} does not match its config.json: {'; '.join(problems)}")
     shards = {name: shard for name, shard in matching.shards.items() if name in files}
     by_file = sorted(shards, key=lambda name: (shards[name].comes_last, files[name]))
-    _check_tensors(by_file, shards, files)
+    device = next(model.parameters()).device
+    merge = Merge(adapters, files, is_tied=HEAD not in own, device=device)
+    for name, source in _slices(by_file, files):
+        shards[name].check(name, merge.source(name, source))
+    merge.log()
     with startup_bar(by_file, "Loading weights", "tensor") as bar:
-        for file, of_file in groupby(bar, key=files.__getitem__):
-            with _open(file) as tensors:
-                for name in of_file:
-                    check()
-                    shards[name].fill(tensors.get_slice(name))
+        for name, source in _slices(bar, files):
+            check()
+            shards[name].fill(merge.source(name, source))
 
 
-def _check_tensors(
-    by_file: Iterable[str], shards: Mapping[str, Shard], files: Mapping[str, Path]
-) -> None:
-    """Refuse tensors that their files lack, or that have another shape or dtype.
+def _slices(by_file: Iterable[str], files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
+    """Tensors of a checkpoint, of which nothing is read yet.
+
+    Args:
+        by_file: their names, those of a file together.
+        files: files by name.
 
     Raises:
-        ValueError: naming one.
+        ValueError: if a file lacks one.
     """
     for file, of_file in groupby(by_file, key=files.__getitem__):
         with _open(file) as tensors:
@@ -300,7 +338,7 @@ def _check_tensors(
             for name in of_file:
                 if name not in present:
                     raise ValueError(f"{file} lacks the tensor {name} that {INDEX} assigns to it")
-                shards[name].check(name, tensors.get_slice(name))
+                yield name, tensors.get_slice(name)
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:

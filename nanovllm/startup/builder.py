@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.adapters.adapter import open_adapters
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.compiling.compiler import Compiler, num_processes, target_of
 from nanovllm.compiling.rehearsal import Rehearsal, run_distinct_layers
@@ -193,8 +194,13 @@ class Builder:
         if self.config.load_format == "dummy":
             load_dummy(model, self.config.seed)
         else:
-            is_part = self.model_config.is_part
-            load_model(model, Path(self.config.model), self.group.check, is_part=is_part)
+            load_model(
+                model,
+                Path(self.config.model),
+                self.group.check,
+                is_part=self.model_config.is_part,
+                adapters=open_adapters(self.config.adapters),
+            )
         dequantize(model)
         if self.config.fused_kernels and can_use_onednn(self.device, dtype):
             use_onednn(model)

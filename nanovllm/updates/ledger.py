@@ -8,9 +8,9 @@ from nanovllm.checkpoint.names import (
     HEAD,
     Wanted,
     is_left_out,
-    list_names,
     spellings,
 )
+from nanovllm.utils.checks import listed
 
 SOURCE = "the model"
 
@@ -111,7 +111,7 @@ class Ledger:
             ValueError: naming them.
         """
         if missing := self._missing():
-            raise ValueError(f"missing from the update: {list_names(missing)}")
+            raise ValueError(f"missing from the update: {listed(missing)}")
 
     def _missing(self) -> list[str]:
         come, wanted = self._come, self._expected.wanted

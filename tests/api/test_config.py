@@ -197,7 +197,10 @@ def test_token_budget_below_max_num_seqs_is_refused_with_remedy():
         ("compilation_config", "; CUDA graphs are captured anyway; enforce_eager=True"),
         ("block_size", "; pass kvcache_block_size$"),
         ("enable_chunked_prefill", "enable_chunked_prefill`; .*mixed_steps=False"),
-        ("enable_lora", "; LoRA is not supported"),
+        (
+            "enable_lora",
+            r"; LLM\(model, adapter=path\) merges a LoRA adapter into the weights; several",
+        ),
         ("pipeline_parallel_size", "; pass tensor_parallel_size$"),
     ],
 )
@@ -229,6 +232,9 @@ NOTHING_ASKED = {
     "download_dir": None,
     "enable_chunked_prefill": True,
     "enable_lora": False,
+    "fully_sharded_loras": False,
+    "lora_dtype": "auto",
+    "lora_target_modules": None,
     "enable_prefix_caching": None,
     "enable_sleep_mode": False,
     "hf_overrides": None,

@@ -172,6 +172,7 @@ def test_metrics_explain_a_run(llm):
         "device": "cpu",
         "dtype": "float32",
         "quantization": "none",
+        "adapter": "none",
         "kv_cache_dtype": "float32",
         "tensor_parallel_size": 1,
         "data_parallel_size": 1,

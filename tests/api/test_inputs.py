@@ -679,7 +679,7 @@ def test_own_parameters_are_refused_alone_and_others_with_the_call(tiny):
 @pytest.mark.parametrize(
     ("name", "nothing", "something", "hint"),
     [
-        ("lora_request", None, 1, "LoRA is not supported"),
+        ("lora_request", None, 1, r"LLM\(model, adapter=path\) merges"),
         ("priority", None, [1, 2], "order"),
         ("prompt_token_ids", None, [[1]], "as prompts"),
         ("tokenization_kwargs", {}, {"truncation": True}, "token ids"),

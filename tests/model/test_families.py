@@ -949,7 +949,7 @@ def test_what_is_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     small_config(pickled)
     (pickled / "pytorch_model.bin").write_bytes(b"")
     for directory, match in (
-        (adapter, r"holds an adapter.*merge it into its base model 'Qwen/Qwen3-0.6B'"),
+        (adapter, r"holds an adapter.*pass its base model 'Qwen/Qwen3-0.6B' as `model`"),
         (gguf, r"holds GGUF files, which are not supported: pass the original"),
         (pickled, r"no \*\.safetensors, but pytorch_model\.bin: .* convert .*save_pretrained"),
     ):

@@ -198,6 +198,10 @@ def test_shell_commands_run(
     monkeypatch.chdir(tmp_path)
     if program == "nanovllm" and script == "generate":
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "127+345="}')
+        if "--adapter" in args:
+            from peft_adapters import make_adapter
+
+            make_adapter(Path(nanovllm.TINY), tmp_path / args[args.index("--adapter") + 1])
         assert main([script, *(placeholders.get(arg, arg) for arg in args)]) == 0
         assert "1 of 1 rows" in capsys.readouterr().err
         return
