@@ -149,6 +149,18 @@ class AsyncLLM:
         """End an update of several calls, see `LLM.finish_weight_update`."""
         await self._call(lambda llm: llm.finish_weight_update(weight_version))
 
+    async def load_adapter(
+        self, adapter: str | Path | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Merge a LoRA adapter into the checkpoint's weights, see `LLM.load_adapter`. Requests that
+        run go on by the new weights.
+        """
+        await self._call(lambda llm: llm.load_adapter(adapter))
+
+    async def unload_adapter(self) -> None:
+        """Go back to the checkpoint's own weights, see `LLM.unload_adapter`."""
+        await self._call(LLM.unload_adapter)
+
     async def get_weight_version(self) -> Version:
         """The version of the weights, see `LLM.weight_version`."""
         return await self._call(LLM.get_weight_version)

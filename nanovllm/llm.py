@@ -1,6 +1,7 @@
 """`LLM`: the user's class. It adds streams, chats, scores and embeddings to the engine."""
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,11 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from typing_extensions import Self
 
+from nanovllm.adapters.adapter import Given, open_adapters
+from nanovllm.adapters.directory import adapter_directories
+from nanovllm.checkpoint.hub import checkpoint_name
 from nanovllm.config import FOREIGN_ARGUMENTS
 from nanovllm.engine.assembly import AnyExecutor, Parts
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.models.loader import check_adapters
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -34,7 +40,7 @@ from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.updates.hold import Version
 from nanovllm.updates.sharing import read_message
 from nanovllm.updates.sleeping import TAGS
-from nanovllm.updates.updating import Tensors
+from nanovllm.updates.updating import NO_ADAPTER, Tensors
 from nanovllm.utils.checks import check_bool, check_choice, check_int
 from nanovllm.utils.options import takes_foreign
 
@@ -423,6 +429,58 @@ class LLM(LLMEngine):
         """
         with self._changing_memory():
             self._updates.finish(weight_version)
+
+    def load_adapter(
+        self,
+        adapter: str | Path | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Fill the weights from the checkpoint again, with a LoRA adapter of peft merged into it.
+
+        It takes the place of others. The sum is made in float32 and rounded once; nothing is ever
+        subtracted. docs/adapters.md says what can be merged.
+
+        Args:
+            adapter: its directory or name on the hub, or its configuration (the object in
+                adapter_config.json) and tensors by peft's names.
+
+        Raises:
+            TypeError, ValueError: naming what cannot be merged, before anything is written.
+            RuntimeError: if requests are left.
+        """
+        given: Given
+        if isinstance(adapter, tuple):
+            config, tensors = adapter
+            given = dict(config), {name: tensor.cpu() for name, tensor in tensors.items()}
+            name = "in memory"
+        elif isinstance(adapter, (str, Path)):
+            [given] = adapter_directories([os.fspath(adapter)])
+            name = checkpoint_name(given)
+        else:
+            raise TypeError(
+                "`adapter` must be a directory, a name on the hub, or a pair of a configuration "
+                f"and tensors, got {type(adapter).__name__}"
+            )
+        self._reload([given], name)
+
+    def unload_adapter(self) -> None:
+        """Fill the weights from the checkpoint again, without any adapter.
+
+        Raises:
+            ValueError: if they were not read from one.
+            RuntimeError: if requests are left.
+        """
+        self._reload([], NO_ADAPTER)
+
+    def _reload(self, adapters: Sequence[Given], name: str) -> None:
+        if self.config.load_format == "dummy":
+            raise ValueError(
+                "an adapter changes the weights of a checkpoint, which load_format='dummy' does "
+                "not read"
+            )
+        directory = Path(self.config.model)
+        check_adapters(open_adapters(adapters), directory, self.model_config)
+        with self._changing_memory():
+            self._updates.reload(adapters, name)
 
     @property
     def weight_version(self) -> Version:

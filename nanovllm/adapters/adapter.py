@@ -3,21 +3,18 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.adapters.config import AdapterConfig
 from nanovllm.checkpoint.files import ADAPTER, ADAPTER_WEIGHTS, read_json
+from nanovllm.tensors.source import TensorSource
 
-# PyTorch's dtypes by the names of safetensors.
-FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes, as safetensors names them
+# The directory of an adapter, or its configuration and tensors, see `Adapter.from_tensors`.
+Given: TypeAlias = str | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
 
 
 class Source(Protocol):
@@ -28,23 +25,6 @@ class Source(Protocol):
     def get_dtype(self) -> str: ...
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
-
-
-class InMemory:
-    """A tensor in memory as a `Source`."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return [*self._tensor.shape]
-
-    def get_dtype(self) -> str:
-        names = (name for name, dtype in FLOATS.items() if dtype == self._tensor.dtype)
-        return next(names, str(self._tensor.dtype))
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._tensor[index]
 
 
 @dataclass(frozen=True)
@@ -97,7 +77,7 @@ class Adapter:
         Raises:
             ValueError: if it cannot be merged.
         """
-        held = {key: InMemory(tensor.detach()) for key, tensor in tensors.items()}
+        held = {key: TensorSource(tensor.detach()) for key, tensor in tensors.items()}
         return cls(name, _read(name, config), held)
 
     def __post_init__(self) -> None:
@@ -116,6 +96,9 @@ def _read(name: str, config: Mapping[str, Any]) -> AdapterConfig:
         raise ValueError(f"adapter {name}: {ADAPTER}: {error}") from None
 
 
-def open_adapters(directories: Iterable[str]) -> list[Adapter]:
-    """The adapters in these directories, see `Adapter.open`."""
-    return [Adapter.open(Path(directory)) for directory in directories]
+def open_adapters(given: Iterable[Given]) -> list[Adapter]:
+    """The adapters in these directories, see `Adapter.open`, or of these tensors."""
+    return [
+        Adapter.open(Path(each)) if isinstance(each, str) else Adapter.from_tensors(*each)
+        for each in given
+    ]

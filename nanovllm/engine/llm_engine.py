@@ -16,7 +16,7 @@ from typing_extensions import Self, Unpack
 from nanovllm.adapters.adapter import open_adapters
 from nanovllm.adapters.directory import adapter_directories
 from nanovllm.checkpoint.generation_config import read_sampling_params
-from nanovllm.checkpoint.hub import checkpoint_directory
+from nanovllm.checkpoint.hub import checkpoint_directory, checkpoint_name
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
@@ -33,7 +33,7 @@ from nanovllm.tracing.metrics import Progress
 from nanovllm.tracing.recorder import DEFAULT_PATH, Recorder, engine_facts
 from nanovllm.updates.hold import Hold
 from nanovllm.updates.sleeping import Sleeping
-from nanovllm.updates.updating import WeightUpdates
+from nanovllm.updates.updating import NO_ADAPTER, WeightUpdates
 from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.fair_lock import FairLock
 from nanovllm.utils.options import takes_foreign
@@ -128,7 +128,8 @@ class LLMEngine:
         self._describe, self.max_model_len = parts.describe, parts.max_model_len
         self._memory = parts.memory
         self._hold = Hold(parts.core)
-        self._updates = WeightUpdates(parts.memory, self._hold)
+        names = map(checkpoint_name, self.config.adapters)
+        self._updates = WeightUpdates(parts.memory, self._hold, ", ".join(names) or NO_ADAPTER)
         self._sleeping = Sleeping(self._hold, parts.memory, self._updates.lose)
         if parts.own is not None:
             self.scheduler, self.model_runner = parts.own
@@ -333,6 +334,7 @@ class LLMEngine:
                 **self.core.describe(),
                 "data_parallel_size": self.config.data_parallel_size,
                 "weight_version": self.core.weight_version,
+                "adapter": self._updates.adapter,
             }
 
     # -- the end --------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.checkpoint.hub import checkpoint_name
 from nanovllm.config import Config
 from nanovllm.engine.plan import Batch, StepPlan, build_batch
 from nanovllm.engine.step import Built
@@ -88,7 +87,6 @@ class ModelRunner:
             "device": str(self.built.device),
             "dtype": str(build.dtype).removeprefix("torch."),
             "quantization": held_in(self.model),
-            "adapter": ", ".join(map(checkpoint_name, self.config.adapters)) or "none",
             "kv_cache_dtype": str(cache_dtype).removeprefix("torch."),
             "tensor_parallel_size": self.group.size,
             "all_reduce": self.group.describe(),

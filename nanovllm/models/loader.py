@@ -302,7 +302,21 @@ def load_model(
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.
     """
-    files, own = find_weights(directory), shards_of_all(model)
+    device = next(model.parameters()).device
+    fill(shards_of_all(model), directory, device, check, is_part=is_part, adapters=adapters)
+
+
+def fill(
+    own: Mapping[str, Shard],
+    directory: Path,
+    device: torch.device,
+    check: Callable[[], None] = lambda: None,
+    *,
+    is_part: bool = False,
+    adapters: Sequence[Adapter] = (),
+) -> None:
+    """`load_model` for the shards of a model on a device."""
+    files = find_weights(directory)
     merged = {Path(adapter.name) / ADAPTER for adapter in adapters}
     _warn_of_unread_files(directory, merged.union(files.values()))
     files = _of_text(files, is_part)
@@ -311,7 +325,6 @@ def load_model(
         raise ValueError(f"{directory} does not match its config.json: {'; '.join(problems)}")
     shards = {name: shard for name, shard in matching.shards.items() if name in files}
     by_file = sorted(shards, key=lambda name: (shards[name].comes_last, files[name]))
-    device = next(model.parameters()).device
     merge = Merge(adapters, files, is_tied=HEAD not in own, device=device)
     for name, source in _slices(by_file, files):
         shards[name].check(name, merge.source(name, source))

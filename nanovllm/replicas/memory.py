@@ -1,7 +1,8 @@
 """`ReplicaMemory`: the memory of all replicas, which updates fill and sleep gives back."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from nanovllm.adapters.adapter import Given
 from nanovllm.replicas.supervisor import Replicas
 from nanovllm.updates.ledger import Expected
 from nanovllm.updates.parcel import Named, Parcel, parcels
@@ -43,6 +44,10 @@ class ReplicaMemory:
     def give_up_update(self) -> None:
         """Forget what an update that has failed has left half done."""
         self._replicas.tell_all("give_up_update")
+
+    def reload(self, adapters: Sequence[Given]) -> None:
+        """Fill the weights from the checkpoint again, with these adapters."""
+        self._replicas.tell_all("reload_ranks", adapters)
 
     def sleep(self, level: int) -> None:
         """Give the memory back."""

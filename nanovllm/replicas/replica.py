@@ -8,12 +8,13 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from nanovllm.adapters.adapter import Given
 from nanovllm.config import Config
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.llm_engine import LLMEngine
@@ -128,6 +129,10 @@ class Replica(LLMEngine):
     def give_up_update(self) -> None:
         """Forget what an update that has failed has left half done."""
         self._memory.give_up_update()
+
+    def reload_ranks(self, adapters: Sequence[Given]) -> None:
+        """Fill the weights from the checkpoint again, with these adapters."""
+        self._memory.reload(adapters)
 
     def sleep_ranks(self, level: int) -> None:
         """Give the memory back."""

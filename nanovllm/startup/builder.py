@@ -141,7 +141,7 @@ class Builder:
             graphs=graphs,
             extras=extras,
             compiler=self.compiler,
-            weights=Weights(model, self.device, model_config.is_part),
+            weights=Weights(model, self.device, Path(config.model), model_config.is_part),
             sleeper=sleeper,
         )
 

@@ -2,12 +2,13 @@
 ranks are this process's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
+from nanovllm.adapters.adapter import Given
 from nanovllm.updates.ledger import Expected
 from nanovllm.updates.parcel import Named, Parcel, parcels
 from nanovllm.updates.sleeper import Sleeper
@@ -38,6 +39,9 @@ class Memory(Protocol):
 
     def give_up_update(self) -> None:
         """Forget what an update that has failed has left half done."""
+
+    def reload(self, adapters: Sequence[Given]) -> None:
+        """Fill the weights from the checkpoint again, with these adapters."""
 
     def sleep(self, level: int) -> None:
         """Give the memory back, see `Sleeper.sleep`."""
@@ -113,6 +117,11 @@ class RankMemory:
         """Forget what an update that has failed has left half done."""
         with self._ranks.on_all_ranks("built.weights.give_up"):
             self._weights.give_up()
+
+    def reload(self, adapters: Sequence[Given]) -> None:
+        """Fill the weights from the checkpoint again. Each rank reads its part."""
+        with self._ranks.on_all_ranks("built.weights.reload", adapters):
+            self._weights.reload(adapters)
 
     def sleep(self, level: int) -> None:
         """Give the memory back."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.device_memory import driver
-from nanovllm.layers.weights.source import DTYPES
+from nanovllm.tensors.source import DTYPES
 from nanovllm.updates.ledger import Described
 from nanovllm.utils.device import wait_for_device
 from nanovllm.utils.integers import cdiv

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from nanovllm.adapters.adapter import Given
 from nanovllm.checkpoint.names import EMBEDDING, HEAD
 from nanovllm.updates.hold import Hold, Version
 from nanovllm.updates.ledger import Ledger
@@ -17,6 +18,7 @@ from nanovllm.updates.weights import check_tied
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
+NO_ADAPTER = "none"
 UPDATE = "update"  # name of a reason to hold the engine
 OPEN = "the weights are being updated: end that with finish_weight_update()"
 LOST = "the weights have been dropped by sleep(level=2): bring new ones with update_weights()"
@@ -28,13 +30,15 @@ class WeightUpdates:
     Args:
         memory: weights of all ranks.
         hold: reasons for which the engine computes nothing.
+        adapter: names of the adapters that were merged at the start.
 
     Attributes:
+        adapter: names of the adapters that the weights have, or "none".
         has_started: whether an update of several calls goes on.
     """
 
-    def __init__(self, memory: Memory, hold: Hold) -> None:
-        self._memory, self._hold = memory, hold
+    def __init__(self, memory: Memory, hold: Hold, adapter: str = NO_ADAPTER) -> None:
+        self._memory, self._hold, self.adapter = memory, hold, adapter
         self._num_updates = 0
         self._ledger: Ledger | None = None  # of the update that goes on
         self.has_started = False
@@ -126,6 +130,21 @@ class WeightUpdates:
             own = [ledger.own_name(described) for described in parcel.tensors]
             self._memory.fill_parcel(parcel.renamed(own))
 
+    def reload(self, adapters: Sequence[Given], name: str) -> None:
+        """Fill the weights from the checkpoint again.
+
+        Args:
+            adapters: adapters to merge into it.
+            name: what they are called.
+        """
+        self._begin(Ledger(self._memory.expected()))
+        try:
+            self._memory.reload(adapters)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._count(None, name)
+
     def finish(self, version: Version | None) -> None:
         """End the update."""
         _check_version(version)
@@ -133,8 +152,13 @@ class WeightUpdates:
         ledger.check_complete()
         with self._failing(ledger):
             self._memory.end_update()
+        self._count(version, NO_ADAPTER)
+
+    def _count(self, version: Version | None, adapter: str) -> None:
+        """An update has ended."""
         self._num_updates += 1
         self._hold.version = self._num_updates if version is None else version
+        self.adapter = adapter
         self._end()
 
     def _open_ledger(self) -> Ledger:

@@ -4,15 +4,18 @@ CUDA graphs keep what they know: parameters stay where they are, and each tensor
 goes through the `Shard` that loaded it.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from nanovllm.adapters.adapter import Given, open_adapters
 from nanovllm.checkpoint.names import EMBEDDING, HEAD
 from nanovllm.layers.weights.shard import Shard
-from nanovllm.layers.weights.source import TensorSource
-from nanovllm.models.loader import checkpoint_shards
+from nanovllm.models.loader import checkpoint_shards, fill
+from nanovllm.tensors.source import TensorSource
 from nanovllm.updates.ledger import Expected
 from nanovllm.updates.parcel import Named, Parcel
 from nanovllm.utils.device import computing_on, wait_for_device
@@ -24,11 +27,15 @@ class Weights:
     Args:
         model: model on its device, filled.
         device: torch.device of the model.
-        is_part: whether its checkpoints may have other parts, such as one for images.
+        directory: directory of its checkpoint.
+        is_part: whether that may have other parts, such as one for images.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, is_part: bool) -> None:
-        self._model, self._device, self._is_part = model, device, is_part
+    def __init__(
+        self, model: nn.Module, device: torch.device, directory: Path, is_part: bool
+    ) -> None:
+        self._model, self._device = model, device
+        self._directory, self._is_part = directory, is_part
         self._last: dict[str, torch.Tensor] = {}
 
     @cached_property
@@ -78,6 +85,18 @@ class Weights:
             for name, tensor in tensors:
                 self.fill(name, tensor)
             self.wait()
+
+    def reload(self, adapters: Sequence[Given]) -> None:
+        """Fill all from the checkpoint again, with these adapters merged into it."""
+        with computing_on(self._device):
+            fill(
+                self._shards,
+                self._directory,
+                self._device,
+                is_part=self._is_part,
+                adapters=open_adapters(adapters),
+            )
+        self.wait()
 
     def end(self) -> None:
         """Fill what comes last, and wait for the device: the tensors may be written to."""
