@@ -21,7 +21,6 @@ from checkpoints import (
     greedy,
     in_threads,
     make_checkpoint,
-    rare,
     reference,
     references,
     run_steps,
