@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,13 @@ def compile_engine(
 def compile_attention(
     shape: str, head_dim: int, dtype: str, block_size: int, fp8: bool = False
 ) -> str:
-    """The kernels of attention only, for contexts of one split."""
+    """The kernels of attention only, for contexts of one split, and for one that is shared."""
     from nanovllm.attention import select_backend
     from nanovllm.attention.base import QKV, AttentionNeeds
     from nanovllm.tensors.fp8 import FP8
     from nanovllm.tensors.kv_cache import KVCache
     from nanovllm.tensors.scoring import Scoring
-    from nanovllm.utils.context import Context
+    from nanovllm.utils.context import Context, Prefixes
 
     _, _, Hq, Hkv, _ = SHAPES[shape]
     kind = getattr(torch, dtype)
@@ -132,6 +133,8 @@ def compile_attention(
     for scoring in scorings:
         for step in (context, prompt):
             backend.attend(QKV(q, k, k), cache, step, scoring)
+    shared = replace(context, prefixes=Prefixes(*[lens[0]] * 4))
+    backend.attend(QKV(q, k, k), cache, shared, scorings[0])
     return backend.name
 
 
