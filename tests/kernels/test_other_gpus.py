@@ -187,7 +187,7 @@ def test_gated_products_on_hopper(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not KNOWS_GLUON, reason="this Triton has another Gluon")
 @pytest.mark.parametrize(
-    ("dtype", "count"), [("bfloat16", 1), rare("bfloat16", 5), rare("float16", 5)]
+    ("dtype", "count"), [("bfloat16", 1), ("bfloat16", 5), ("float16", 5)]
 )
 def test_int4_products_on_hopper(dtype: str, count: int, tmp_path: Path) -> None:
     """One variant of each size for all numbers of rows, whose weights tensor cores take from
@@ -208,7 +208,7 @@ def test_int4_products_on_hopper(dtype: str, count: int, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not KNOWS_GLUON, reason="this Triton has another Gluon")
-@pytest.mark.parametrize("dtype", [rare("bfloat16"), rare("float16")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_packed_experts_on_hopper(dtype: str, tmp_path: Path) -> None:
     """One token, and several numbers of rows, of two products in each format; all warps begin
     after the wait.
