@@ -216,7 +216,6 @@ NOTHING_ASKED = {
     "disable_log_requests": True,
     "enable_expert_parallel": False,
     "guided_decoding_backend": "auto",
-    "logprobs_mode": "raw_logprobs",
     "rope_scaling": None,
     "rope_theta": None,
     "structured_outputs_config": None,
