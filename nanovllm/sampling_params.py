@@ -366,8 +366,8 @@ def check_logprobs_mode(mode: Any) -> None:
     """Raise unless `mode` is one of `LOGPROBS_MODES`."""
     if mode in ("raw_logits", "processed_logits"):
         raise ValueError(
-            f"`logprobs_mode` {mode!r} is not supported, as logits are not returned: pass "
-            f"{mode.replace('logits', 'logprobs')!r}, which differ from them by a constant"
+            f"`logprobs_mode` must be one of {', '.join(LOGPROBS_MODES)}, got {mode!r}: logits are "
+            f"not returned; {mode.replace('logits', 'logprobs')} differ from them by a constant"
         )
     check_choice("logprobs_mode", mode, LOGPROBS_MODES)
 

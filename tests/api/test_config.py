@@ -82,6 +82,8 @@ LLAMA3 = {
         ("dtype", "float64", ValueError, "one of auto, .*float32, got 'float64'"),
         ("attention_backend", "xformers", ValueError, "one of auto, flash_attn, .*'xformers'"),
         ("kv_cache_dtype", "fp8_e5m2", ValueError, "one of auto, fp8, fp8_e4m3, got 'fp8_e5m2'"),
+        ("logprobs_mode", "temperature", ValueError, "one of raw_logprobs, .*, got 'temperature'"),
+        ("logprobs_mode", "raw_logits", ValueError, "one of raw_.*, got 'raw_logits': logits are "),
         ("load_format", "gguf", ValueError, "one of auto, safetensors, dummy, got 'gguf'"),
         ("generation_config", "hf", ValueError, "one of auto, vllm, got 'hf'"),
         ("generation_config", None, ValueError, "one of auto, vllm, got None"),

@@ -30,7 +30,14 @@ from checkpoints import (
     outputs_of,
     rare,
 )
-from nanovllm import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanovllm import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from nanovllm.batch import Generate, read_rows
 from nanovllm.batch import run as run_rows
 from nanovllm.outputs import CompletionOutput
@@ -481,6 +488,27 @@ def test_tokens_that_are_as_likely_as_the_last_stay_in(path: Path) -> None:
         values = [place[token].logprob for token in range(VOCAB)]
         expected = np.where(np.isin(range(VOCAB), [*ties]), np.log(0.25), -np.inf)
         assert values == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_masks_follow_a_form(tiny_llm: LLM) -> None:
+    """As the engine waits for tokens that it follows, and where all tokens are allowed again."""
+    pytest.importorskip("llguidance")
+    form = StructuredOutputsParams(regex="[ab][0-9]{2}c")
+    params = SamplingParams(
+        2.0, 9, seed=3, structured_outputs=form, return_sampling_mask=True, logprobs=3,
+        logprobs_mode="temperature_logprobs",
+    )  # fmt: skip
+    plain = SamplingParams(2.0, 9, seed=3, return_sampling_mask=True, ignore_eos=True)
+    with LLM(TINY, overlap=True, **{**SMALL, "num_kvcache_blocks": 16}) as overlapped:
+        for llm in (tiny_llm, overlapped):
+            guided, free = llm.generate(["127+345="] * 2, [params, plain], use_tqdm=False)
+            completion = guided.outputs[0]
+            masks = completion.sampling_mask
+            assert masks[:4] == [[*b"ab"], [*b"0123456789"], [*b"0123456789"], [*b"c"]]
+            assert len(masks) == 5 and set(masks[4]) <= {256, 258}
+            places = completion.logprobs
+            assert (len(places[0]), len(places[3])) == (2, 1), "no more can come"
+            assert list(free.outputs[0].sampling_mask) == [None] * 9
 
 
 @pytest.mark.parametrize("V", [1, 31, 32, 33, 100, 1000])

@@ -125,8 +125,9 @@ REFUSED_WITHIN = [  # a part of the value is named
     *(
         (
             *({"logprobs_mode": f"{kind}_logits"}, ValueError),
-            f"`logprobs_mode` '{kind}_logits' is not supported, as logits are not returned: pass "
-            f"'{kind}_logprobs', which differ from them by a constant",
+            "`logprobs_mode` must be one of raw_logprobs, temperature_logprobs, processed_logprobs"
+            f", got '{kind}_logits': logits are not returned; {kind}_logprobs differ from them by "
+            "a constant",
         )
         for kind in ("raw", "processed")
     ),
