@@ -12,6 +12,7 @@ from nanovllm.utils.device import runs_kernels, to_host
 from nanovllm.utils.integers import cdiv
 
 ALIGNMENT = 4  # words, of where a part begins: kernels are compiled for 16 bytes
+ROWS = 32  # reported at once, where our kernels do not run
 
 
 class Logprobs(NamedTuple):
@@ -134,20 +135,25 @@ def _by_torch(
     distributions: Distributions | None,
     found: Logprobs,
 ) -> None:
-    """Fill in what `logprobs` of the kernels does."""
-    raw = logits
-    if distributions is not None:
-        raw = logits.index_select(0, distributions.rows.long()).float()
-        raw = raw.masked_fill(raw < distributions.least[:, None], -torch.inf)
-    raw = raw.float()
-    x = raw.masked_fill(raw.isnan(), -torch.inf)
-    ids = tokens.long().clamp(min=0).unsqueeze(1)
-    if N := found.token_ids.shape[1] - 1:
-        ids = torch.cat([ids, x.topk(N, dim=1).indices], dim=1)
-    scaled = raw if distributions is None else raw / distributions.divisors[:, None]
-    found.token_ids.copy_(ids)
-    found.values.copy_(scaled.log_softmax(-1).gather(1, ids))
-    found.ranks.copy_((x > x.gather(1, ids[:, :1])).sum(1) + 1)
+    """Fill in what `logprobs` of the kernels does, for `ROWS` at a time: some copies of each."""
+    N = found.token_ids.shape[1] - 1
+    for begin in range(0, len(tokens), ROWS):
+        part = slice(begin, begin + ROWS)
+        if distributions is None:
+            raw = scaled = logits[part].float()
+        else:
+            rows, divisors, least = (each[part] for each in distributions)
+            raw = logits.index_select(0, rows.long()).float()
+            raw = raw.masked_fill(raw < least[:, None], -torch.inf)
+            scaled = raw / divisors[:, None]
+        x = raw.masked_fill(raw.isnan(), -torch.inf)
+        ids = tokens[part].long().clamp(min=0).unsqueeze(1)
+        ranks = (x > x.gather(1, ids)).sum(1) + 1
+        if N:
+            ids = torch.cat([ids, x.topk(N, dim=1).indices], dim=1)
+        found.token_ids[part] = ids.to(torch.int32)
+        found.values[part] = scaled.log_softmax(-1).gather(1, ids)
+        found.ranks[part] = ranks.to(torch.int32)
 
 
 def _of_labels(

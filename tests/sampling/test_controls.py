@@ -566,7 +566,8 @@ class Engine:
         }
         options = {name: rng.choice(values) for name, values in choices.items()}
         if rng.random() < 0.25:
-            options = {"max_tokens": 20, "ignore_eos": True}
+            own = {"logprobs": rng.choice([None, 0]), "logprobs_mode": options["logprobs_mode"]}
+            options = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.5, **own}
         if not options.get("logprobs") and rng.random() < 0.2:
             options["logprob_token_ids"] = [rng.randrange(V) for _ in range(rng.choice([1, 4]))]
         words: set[tuple[int, ...]] = set()
