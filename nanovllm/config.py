@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from typing_extensions import TypedDict
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import LOGPROBS_MODES, SamplingParams, check_logprobs_mode
 from nanovllm.utils.checks import (
     check_bool,
     check_choice,
@@ -78,10 +78,6 @@ FOREIGN_OPTIONS: Foreign = {
     "kv_transfer_config": (only(None), "leave it out: each engine computes its own prompts"),
     "limit_mm_per_prompt": (only(None, {}), TEXT_ONLY),
     "logits_processors": (only(None, []), "SamplingParams has logit_bias and structured_outputs"),
-    "logprobs_mode": (
-        only("raw_logprobs"),
-        "log-probabilities are the model's own",
-    ),
     "max_logprobs": (only(None, *range(21)), "the maximum is 20"),
     **dict.fromkeys(("max_cpu_loras", "max_lora_rank", "max_loras"), (is_number_or_none, NO_LORA)),
     "max_seq_len_to_capture": (is_number_or_none, "CUDA graphs serve any sequence length"),
@@ -147,6 +143,7 @@ class Options(TypedDict, total=False):
     overlap: bool | None
     load_format: str
     generation_config: str
+    logprobs_mode: str
     seed: int
     revision: str | None
     adapter: str | Path | Sequence[str | Path] | None
@@ -206,6 +203,9 @@ class Config:
             ones for the shapes in config.json (for benchmarks).
         generation_config: "auto" reads default sampling parameters from the checkpoint's
             generation_config.json; "vllm" does not.
+        logprobs_mode: distribution of log-probabilities for requests that name none:
+            "raw_logprobs", "temperature_logprobs" or "processed_logprobs" (see `SamplingParams`).
+            `score` and `beam_search` always take the first.
         seed: seed of sampling (and of dummy weights).
         revision: branch, tag or commit of a model on the hub; None: its main branch.
         adapter: directory of a LoRA adapter that peft has saved, or its name on the hub, or a list
@@ -241,6 +241,7 @@ class Config:
     overlap: bool | None = None
     load_format: str = "auto"
     generation_config: str = "auto"
+    logprobs_mode: str = LOGPROBS_MODES[0]
     seed: int = 0
     revision: str | None = None
     adapter: str | Path | Sequence[str | Path] | None = None
@@ -273,6 +274,7 @@ class Config:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
+        check_logprobs_mode(self.logprobs_mode)
         check_int("seed", self.seed, 0, 2**64 - 1)
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"`revision` must be a string, got {self.revision!r}")

@@ -47,7 +47,9 @@ from nanovllm.utils.options import takes_foreign
 POOLING = ("last", "mean")
 # For requests that are not about what is generated. Those that ignore the end of a text are left
 # out of the lengths that admission learns: after many single tokens it would expect no others.
-ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+ONE_TOKEN = SamplingParams(
+    temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs_mode="raw_logprobs"
+)
 
 
 class LLM(LLMEngine):
@@ -176,7 +178,8 @@ class LLM(LLMEngine):
                 continue
             assert places is not None, "the log-probabilities of the prompt are missing"
             own = [places[i][token_ids[i]] for i in range(1, len(token_ids))]
-            logprobs, ranks = [item.logprob for item in own], [item.rank for item in own]
+            logprobs = [item.logprob for item in own]
+            ranks = [item.rank or 0 for item in own]  # labels alone have none
             outputs.append(ScoreOutput(token_ids, logprobs, ranks))
         return outputs
 

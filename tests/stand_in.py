@@ -40,6 +40,8 @@ CONTROLS: list[dict[str, Any]] = [
     {"min_p": 0.1, "presence_penalty": 0.5, "logprobs": 5},
     {"repetition_penalty": 1.1, "allowed_token_ids": [3, 4], "logit_bias": {5: 1.0}},
     {"logprobs": 20, "prompt_logprobs": 20},
+    {"top_p": 0.5, "logprobs": 20, "logprobs_mode": "processed_logprobs"},
+    {"min_p": 0.1, "logprob_token_ids": [3, 4], "return_sampling_mask": True},
 ]
 
 
@@ -99,7 +101,7 @@ def compile_engine(
             for own in CONTROLS:  # one sort at a time, then all
                 llm.generate([[7] * 40], SamplingParams(max_tokens=3, **own), use_tqdm=False)
             params = [SamplingParams(max_tokens=3 + i, **own) for i, own in enumerate(CONTROLS)]
-            prompts = [[7] * n for n in (1, 2, 17, 40, 90, 100, 33, 64)]
+            prompts = [[7] * n for n in (1, 2, 17, 40, 90, 100, 33, 64, 5, 9)]
             llm.generate(prompts, params, use_tqdm=False)
             llm.embed([[7] * 20], pooling="mean", use_tqdm=False)
             return str(llm.metrics()["attention_backend"])

@@ -1,8 +1,8 @@
 """Flags for the fields of `Config` and `SamplingParams`. Their names, types, defaults and help text
 come from these classes, so a new field becomes a flag without a change here.
 
-A flag has its field's name, with dashes. `seed` is in both classes: `--seed` is the one of
-`SamplingParams`, `--engine-seed` the one of `Config`.
+A flag has its field's name, with dashes. `seed` and `logprobs_mode` are in both classes: `--seed`
+is the one of `SamplingParams`, `--engine-seed` the one of `Config`.
 """
 
 import argparse
@@ -21,7 +21,10 @@ from nanovllm.sampling_params import SamplingParams
 
 PATH = "PATH"
 ENGINE, SAMPLING = "engine", "sampling"  # prefixes of names in the namespace
-FLAGS = {(ENGINE, "seed"): "engine-seed"}
+FLAGS = {
+    (ENGINE, "seed"): "engine-seed",
+    (ENGINE, "logprobs_mode"): "engine-logprobs-mode",
+}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -111,6 +111,7 @@ def make_entrance(
         pool_tokens=pool_tokens,
         block_size=config.kvcache_block_size,
         seed=config.seed,
+        logprobs_mode=config.logprobs_mode,
     )
     return Entrance(intake, eos_token_ids, min(max_model_len, pool_tokens), pool_tokens)
 

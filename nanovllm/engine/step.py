@@ -71,13 +71,13 @@ class Step:
             hidden = states = self.model(input_ids, inputs.positions)
         if rows is not None and context.kept_rows is None:
             states = hidden.index_select(0, rows)
-        n = len(states)
+        n, divisors = len(states), inputs.sampling.logprob_divisors
         if not n:  # chunks of prompts only
-            return Computed(input_ids.new_empty(0), states, hidden)
+            return Computed(input_ids.new_empty(0), states, hidden, divisors)
         out = None if self.logits is None else self.logits[:n]
         logits = self.model.compute_logits(states, out)
         tokens = self.sampler(logits, inputs.sampling, self.last_tokens)
-        return Computed(tokens, logits, hidden)
+        return Computed(tokens, logits, hidden, divisors)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ DEFAULT = SamplingParams()
 def make_intake(tokenizer, vocab_size, default=DEFAULT, max_model_len=MAX_MODEL_LEN):
     sizes = {"max_model_len": max_model_len, "pool_tokens": POOL_TOKENS, "block_size": 16}
     grammars = GrammarCompiler(tokenizer, vocab_size, ())
-    return Intake(tokenizer, vocab_size, (), default, grammars, seed=0, **sizes)
+    mode = "raw_logprobs"
+    return Intake(tokenizer, vocab_size, (), default, grammars, seed=0, logprobs_mode=mode, **sizes)
 
 
 def read_all(intake, prompts):

@@ -104,6 +104,7 @@ CHECKS: dict[str, Callable[[Path, str, Runner], None]] = {
     "embeddings": embeddings,
     "extraction": extraction,
     "prompts_file": prompts_file,
+    "rerank": nothing_more,  # below
     "scoring": nothing_more,  # below
     "synthetic_data": synthetic_data,
 }
@@ -163,6 +164,29 @@ def test_scores_are_those_of_transformers(reference: Any) -> None:
     )
     assert per_token == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-4)
     assert bits == pytest.approx(-sum(expected) / math.log(2) / len(text), rel=1e-4)
+
+
+def test_reranking_is_that_of_transformers(reference: Any) -> None:
+    """A softmax over two logits, also behind a document that is cut."""
+    script = names("rerank")
+    query, documents = "What rises?", [*script["DOCUMENTS"], "sea " * 400]
+    with LLM(TINY, device="cpu", max_model_len=800) as llm:
+        tokenizer, limit = llm.get_tokenizer(), llm.max_model_len
+        found = script["score"](llm, query, documents)
+    assert len(set(found)) == 4
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    for score, document in zip(found, documents, strict=True):
+        asked = f"<Instruct>: {script['TASK']}\n<Query>: {query}\n<Document>: {document}"
+        end = ids(script["END"])
+        text = [*ids(script["BEGIN"]), *ids(asked)][: limit - 1 - len(end)] + end
+        assert (len(text) == limit - 1) == (document is documents[-1])
+        with torch.no_grad():
+            logits = reference(torch.tensor([text])).logits[0, -1].double()
+        pair = logits[[ord("y"), ord("n")]]  # a token is a byte
+        assert score == pytest.approx(pair.softmax(0)[0].item(), abs=1e-5)
 
 
 def test_the_check_of_synthetic_data_refuses_what_is_wrong() -> None:

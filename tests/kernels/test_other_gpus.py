@@ -186,9 +186,7 @@ def test_gated_products_on_hopper(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not KNOWS_GLUON, reason="this Triton has another Gluon")
-@pytest.mark.parametrize(
-    ("dtype", "count"), [("bfloat16", 1), ("bfloat16", 5), ("float16", 5)]
-)
+@pytest.mark.parametrize(("dtype", "count"), [("bfloat16", 1), ("bfloat16", 5), ("float16", 5)])
 def test_int4_products_on_hopper(dtype: str, count: int, tmp_path: Path) -> None:
     """One variant of each size for all numbers of rows, whose weights tensor cores take from
     registers; activations are read after the wait.
