@@ -140,9 +140,8 @@ class Extras:
             drawn = Drawn(plain.clamp(min=0), logits)
             if controls.draws:
                 drawn = self.sampler(logits, metadata, controls, self._last_tokens)
+            tokens = self._group.broadcast(drawn.tokens)  # the other ranks wait for them
             scored, left = report_draws(logits, drawn, controls, own)
-            tokens = drawn.tokens
-            self._group.broadcast(tokens)
         tokens = torch.where(plain < 0, plain, tokens)
         computed.tokens.index_copy_(0, rows.long(), tokens)
         return scored, left
