@@ -235,6 +235,7 @@ def test_async(method, broken):
     assert num_tokens[1] == 0 < num_tokens[0] < num_tokens[2] == GREEDY.max_tokens
 
 
+@pytest.mark.slow  # errors of requests come from replicas as their outputs do
 def test_replicas(broken):
     wanted, _ = complete(TINY, GREEDY)
     with LLM(broken, data_parallel_size=2, **OPTIONS) as llm:
