@@ -385,9 +385,7 @@ llm.exit()
 
 @pytest.mark.slow  # a replicated engine has test_forked_process_has_no_engine
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-@pytest.mark.parametrize(
-    "end", ["", "llm.exit()", "del llm, stream, calls, call; gc.collect()"]
-)
+@pytest.mark.parametrize("end", ["", "llm.exit()", "del llm, stream, calls, call; gc.collect()"])
 def test_a_forked_child_is_told_so(end):
     """`generate` hung: it waited for threads of PyTorch and for locks of others, which it lacks.
     What it does, and its end, leave the parent's engine alone.
