@@ -134,6 +134,7 @@ KINDS = [
 PARAMS = {"one for all": DRAWN, "each its own": KINDS * (len(PROMPTS) // len(KINDS))}
 
 
+@pytest.mark.slow
 def test_states_limit_what_a_replica_is_given(tmp_path: Path) -> None:
     """Half of the memory is for states, of fewer sequences than the option has: a replica gets as
     many requests, and an eighth more.
@@ -354,6 +355,7 @@ def test_stream_goes_on_elsewhere_from_what_was_told(case, disturbed, one):
             assert mine == pytest.approx(its, abs=1e-3)
 
 
+@pytest.mark.slow  # streams of an `LLM` go on likewise
 def test_async_goes_on_elsewhere(checkpoint, monkeypatch):
     prompts, params = [[i, i + 1] for i in range(12)], replace(DRAWN, seed=2)
 
