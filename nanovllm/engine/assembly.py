@@ -153,11 +153,5 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         max_model_len=entrance.max_model_len,
         num_blocks=num_blocks,
         own=(scheduler, runner),
-        memory=RankMemory(
-            executor,
-            runner.built.weights,
-            runner.built.sleeper,
-            runner.built.device,
-            config.tensor_parallel_size,
-        ),
+        memory=RankMemory(executor, runner, config.tensor_parallel_size),
     )

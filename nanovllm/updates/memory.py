@@ -22,6 +22,24 @@ class Ranks(Protocol):
     def on_all_ranks(self, method: str, *args: Any) -> AbstractContextManager[Any]: ...
 
 
+class Built(Protocol):
+    """What this process's rank was built of, see `startup.build.Built`."""
+
+    @property
+    def weights(self) -> Weights: ...
+    @property
+    def sleeper(self) -> Sleeper | None: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Runner(Protocol):
+    """Has what was built until it exits, see `ModelRunner`. Nothing else may keep it."""
+
+    @property
+    def built(self) -> Built: ...
+
+
 class Memory(Protocol):
     """The memory of all ranks, in this process's engine or in replicas."""
 
@@ -55,22 +73,22 @@ class RankMemory:
 
     Args:
         ranks: all ranks.
-        weights: weights of this process's rank.
-        sleeper: sleeper of this rank; None: it cannot sleep.
-        device: torch.device of this rank.
+        runner: runner of this process's rank.
         size: number of ranks.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        weights: Weights,
-        sleeper: Sleeper | None,
-        device: torch.device,
-        size: int,
-    ) -> None:
-        self._ranks, self._weights, self._sleeper = ranks, weights, sleeper
-        self._device, self._size = device, size
+    def __init__(self, ranks: Ranks, runner: Runner, size: int) -> None:
+        self._ranks, self._runner, self._size = ranks, runner, size
+
+    @property
+    def _weights(self) -> Weights:
+        return self._runner.built.weights
+
+    @property
+    def _sleeper(self) -> Sleeper:
+        sleeper = self._runner.built.sleeper
+        assert sleeper is not None  # without the option nobody gets here
+        return sleeper
 
     def expected(self) -> Expected:
         """The tensors of the model."""
@@ -96,7 +114,7 @@ class RankMemory:
         """Fill them from another process's tensors. Raises as `fill`, and RuntimeError if the
         parcel cannot be opened.
         """
-        with parcel.opened(self._device) as own:
+        with parcel.opened(self._runner.built.device) as own:
             self._fill_all(parcel, own)
 
     def _fill_all(self, parcel: Parcel, own: list[Named]) -> None:
@@ -125,12 +143,10 @@ class RankMemory:
 
     def sleep(self, level: int) -> None:
         """Give the memory back."""
-        assert self._sleeper is not None
         with self._ranks.on_all_ranks("built.sleeper.sleep", level):
             self._sleeper.sleep(level)
 
     def wake(self, tags: list[str]) -> None:
         """Take it again."""
-        assert self._sleeper is not None
         with self._ranks.on_all_ranks("built.sleeper.wake", tags):
             self._sleeper.wake(tags)

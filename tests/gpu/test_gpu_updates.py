@@ -125,7 +125,7 @@ def test_memory_goes_and_comes(paths: tuple[Path, Path]) -> None:
         llm.update_weights(tensors[1])
         wanted.append(results(llm))
         awake = torch.cuda.mem_get_info()[0]
-        assert before - awake > 4 << 30
+        assert before - awake > 3.9 * 2**30  # in whole blocks
         left = []
         for i in range(100):
             llm.sleep(level=2)
