@@ -1,6 +1,9 @@
 """New weights, sleep and wake, and a step of reinforcement learning: how long each takes.
 
-    python benchmarks/updates.py --dummy qwen3-0.6b [--only update ipc sleep rollout] [--repeat 3]
+    python benchmarks/updates.py --dummy qwen3-0.6b --gpu-memory-utilization 0.6
+        [--only update ipc sleep rollout] [--repeat 3]
+
+The engine must leave room for the tensors, and for the learner.
 
 update: all weights from tensors on the engine's device, in this process. ipc: from tensors that
 another process shares, the opening of its memory included. sleep: both levels, waking each, the
@@ -75,7 +78,7 @@ class Clock:
 
 def shapes(llm: LLM) -> dict[str, list[int]]:
     """Shapes of the model's tensors, by name."""
-    wanted = llm.model_runner.built.weights.expected().wanted
+    wanted = llm.model_runner.built.weights.expected.wanted
     return {name: facts.shape for name, facts in wanted.items()}
 
 
@@ -135,12 +138,13 @@ def left_asleep(llm: LLM, free_before: int) -> int:
 
 def measure_rollout(llm: LLM, clock: Clock, repeat: int) -> None:
     """Steps of GRPO, all their parts by the clock."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     device = llm.model_runner.built.device
-    config = AutoConfig.from_pretrained(llm.config.model)
+    architecture = getattr(transformers, llm.model_config.architecture)
+    config = architecture.config_class.from_pretrained(llm.config.model)
     with torch.device(device):
-        policy: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-6)
     generator = torch.Generator().manual_seed(0)
     params = SamplingParams(n=NUM_SAMPLES, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)

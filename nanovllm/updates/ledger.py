@@ -1,6 +1,8 @@
 """`Ledger`: which tensors an update of the weights must bring, and has brought. No torch here."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from nanovllm.checkpoint.names import (
@@ -15,7 +17,8 @@ from nanovllm.utils.checks import listed
 SOURCE = "the model"
 
 
-class Expected(NamedTuple):
+@dataclass(frozen=True)
+class Expected:
     """The tensors of a model.
 
     Attributes:
@@ -30,6 +33,12 @@ class Expected(NamedTuple):
     def is_tied(self) -> bool:
         """Whether the LM head has the values of the embedding."""
         return HEAD not in self.wanted
+
+    @cached_property
+    def own_names(self) -> dict[str, str]:
+        """The model's name of each tensor, by all names that a checkpoint may have for it."""
+        own = {spelling: name for name in self.wanted for spelling in spellings(name, self.is_part)}
+        return own | dict.fromkeys(spellings(HEAD, self.is_part), HEAD) if self.is_tied else own
 
 
 class Described(NamedTuple):
@@ -49,13 +58,6 @@ class Ledger:
 
     def __init__(self, expected: Expected) -> None:
         self._expected = expected
-        self._own = {
-            spelling: name
-            for name in expected.wanted
-            for spelling in spellings(name, expected.is_part)
-        }
-        if expected.is_tied:
-            self._own |= dict.fromkeys(spellings(HEAD, expected.is_part), HEAD)
         self._come: set[str] = set()
 
     def own_name(self, described: Described) -> str | None:
@@ -67,7 +69,7 @@ class Ledger:
             ValueError: naming the tensor, if the model has none of this name, shape or dtype, or if
                 it has come before.
         """
-        name = self._own.get(described.name)
+        name = self._expected.own_names.get(described.name)
         if name is None:
             if is_left_out(described.name, self._expected.is_part):
                 return None
@@ -83,16 +85,15 @@ class Ledger:
         self._come.add(name)
         return name
 
-    def check_all(self, tensors: Iterable[Described]) -> None:
-        """Refuse tensors that are not exactly those of the model, before any is written.
+    def own_names(self, tensors: Iterable[Described]) -> list[str | None]:
+        """The model's names of all tensors of an update, before any is written; see `own_name`.
 
         Raises:
-            ValueError: naming one, or those that are missing.
+            ValueError: naming one that is wrong, or those that are missing.
         """
-        trial = Ledger(self._expected)
-        for described in tensors:
-            trial.own_name(described)
-        trial.check_complete()
+        names = [self.own_name(described) for described in tensors]
+        self.check_complete()
+        return names
 
     @property
     def is_tied(self) -> bool:

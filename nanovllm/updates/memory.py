@@ -47,7 +47,9 @@ class Memory(Protocol):
         """The tensors of the model."""
 
     def fill(self, tensors: Iterable[Named]) -> None:
-        """Fill the weights from tensors, which have the model's names."""
+        """Fill the weights from tensors, which have the model's names: of a list all at once, of
+        others each when it comes.
+        """
 
     def fill_parcel(self, parcel: Parcel) -> None:
         """Fill the weights from another process's tensors."""
@@ -92,7 +94,7 @@ class RankMemory:
 
     def expected(self) -> Expected:
         """The tensors of the model."""
-        return self._weights.expected()
+        return self._weights.expected
 
     def fill(self, tensors: Iterable[Named]) -> None:
         """Fill the weights from tensors, which have the model's names.
@@ -102,10 +104,10 @@ class RankMemory:
             WorkerError: if a worker has died.
         """
         if self._size == 1:
-            for name, tensor in tensors:
+            for some in [tensors] if isinstance(tensors, list) else ([named] for named in tensors):
                 with without_modes():
-                    self._weights.check([(name, tensor)])
-                    self._weights.fill(name, tensor)
+                    self._weights.check(some)
+                    self._weights.fill(some)
             return
         for parcel, own in parcels(tensors):
             self._fill_all(parcel, own)
@@ -122,8 +124,7 @@ class RankMemory:
         with without_modes():
             self._weights.check(own)
         with self._ranks.on_all_ranks("built.weights.fill_parcel", parcel):
-            for name, tensor in own:
-                self._weights.fill(name, tensor)
+            self._weights.fill(own)
             self._weights.wait()
 
     def end_update(self) -> None:

@@ -53,20 +53,27 @@ class WeightUpdates:
         """A whole update; see `LLM.update_weights`."""
         _check_version(version)
         ledger = Ledger(self._memory.expected())
-        if isinstance(tensors, (Mapping, Sequence)):
-            tensors = list(named_tensors(tensors))
-            ledger.check_all(describe(name, tensor) for name, tensor in tensors)
+        if not isinstance(tensors, (Mapping, Sequence)):
+            with self._whole(ledger):
+                self.add(tensors)
+                self.finish(version)
+            return
+        named = list(named_tensors(tensors))
+        names = ledger.own_names(describe(name, tensor) for name, tensor in named)
+        own = [(name, tensor) for name, (_, tensor) in zip(names, named, strict=True) if name]
+        if ledger.is_tied:
+            check_tied(*(tensor for name, tensor in own if name in (EMBEDDING, HEAD)))
         with self._whole(ledger):
-            self.add(tensors)
+            self._memory.fill(own)
             self.finish(version)
 
     def update_by(self, parcel: Parcel, version: Version | None) -> None:
         """A whole update by one parcel of another process."""
         _check_version(version)
         ledger = Ledger(self._memory.expected())
-        ledger.check_all(parcel.tensors)
+        names = ledger.own_names(parcel.tensors)
         with self._whole(ledger):
-            self.add_parcel(parcel)
+            self._memory.fill_parcel(parcel.renamed(names))
             self.finish(version)
 
     @contextmanager
@@ -118,9 +125,8 @@ class WeightUpdates:
             if own is None:
                 continue
             if ledger.is_tied and own in (EMBEDDING, HEAD):
-                for other in self._ends:
-                    check_tied(tensor, other)
-                self._ends = [tensor]
+                self._ends.append(tensor)
+                check_tied(*self._ends)
             yield own, tensor
 
     def add_parcel(self, parcel: Parcel) -> None:

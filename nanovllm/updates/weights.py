@@ -13,6 +13,7 @@ from torch import nn
 
 from nanovllm.adapters.adapter import Given, open_adapters
 from nanovllm.checkpoint.names import EMBEDDING, HEAD
+from nanovllm.layers.weights.converted import Origin
 from nanovllm.layers.weights.shard import Shard
 from nanovllm.models.loader import checkpoint_shards, fill
 from nanovllm.tensors.source import TensorSource
@@ -42,6 +43,13 @@ class Weights:
     def _shards(self) -> dict[str, Shard]:
         return checkpoint_shards(self._model)
 
+    @cached_property
+    def _origins(self) -> list[Origin]:
+        """What has to forget the tensors of an update that has failed."""
+        origins = (getattr(module, "origin", None) for module in self._model.modules())
+        return [origin for origin in origins if origin is not None]
+
+    @cached_property
     def expected(self) -> Expected:
         """The tensors of the model."""
         wanted = {name: shard.wanted for name, shard in self._shards.items()}
@@ -65,25 +73,20 @@ class Weights:
             if HEAD not in self._shards and HEAD in found and EMBEDDING in found:
                 check_tied(found[HEAD], found[EMBEDDING])
 
-    def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill what a tensor fills.
-
-        Args:
-            name: model's name of it.
-            tensor: whole tensor, on any device.
-        """
-        shard = self._shard(name)
+    def fill(self, tensors: list[Named]) -> None:
+        """Fill what tensors fill: whole ones, on any device, by the model's names."""
         with computing_on(self._device):
-            if shard.comes_last:
-                self._last[name] = tensor.clone()
-            else:
-                shard.fill(TensorSource(tensor))
+            for name, tensor in tensors:
+                shard = self._shard(name)
+                if shard.comes_last:
+                    self._last[name] = tensor.clone()
+                else:
+                    shard.fill(TensorSource(tensor))
 
     def fill_parcel(self, parcel: Parcel) -> None:
         """Fill what the tensors of another process's parcel fill, which have the model's names."""
         with parcel.opened(self._device) as tensors:
-            for name, tensor in tensors:
-                self.fill(name, tensor)
+            self.fill(tensors)
             self.wait()
 
     def reload(self, adapters: Sequence[Given]) -> None:
@@ -114,15 +117,13 @@ class Weights:
     def give_up(self) -> None:
         """Forget what an update that has failed has left half done."""
         self._last.clear()
-        for module in self._model.modules():
-            origin = getattr(module, "origin", None)
-            if origin is not None:
-                origin.drop()
+        for origin in self._origins:
+            origin.drop()
 
 
-def check_tied(one: torch.Tensor, other: torch.Tensor) -> None:
+def check_tied(*ends: torch.Tensor) -> None:
     """Refuse an embedding and an LM head that differ, for a model that ties them."""
-    if not torch.equal(one, other.to(one.device, one.dtype)):
+    if any(not torch.equal(ends[0], end.to(ends[0].device, ends[0].dtype)) for end in ends[1:]):
         raise ValueError(
             f"{HEAD} differs from {EMBEDDING}, but the model ties them: save its checkpoint with "
             "`tie_word_embeddings` false, and build the engine from that"

@@ -8,6 +8,7 @@ is made anew for it, and the other is made of it again once all of them have com
 import copy
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class RefillingShard(Shard):
     def targets(self) -> tuple[torch.Tensor, ...]:
         return ()
 
-    @property
+    @cached_property
     def wanted(self) -> Wanted:
         return self.without_memory.wanted
 

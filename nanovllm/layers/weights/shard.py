@@ -86,7 +86,7 @@ class Shard:
         """All tensors that it fills."""
         return (self.target,)
 
-    @property
+    @cached_property
     def wanted(self) -> Wanted:
         """What the tensor must be."""
         return Wanted(self.full_shape, self.dtypes, self.is_optional, self.ignores_ones)
