@@ -61,6 +61,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "lengths": [{"use_dora": True, "alpha_pattern": {"o_proj": 3}, "use_rslora": True}],
     "whole layers": [{"target_modules": ["k_proj"], "modules_to_save": ["norm", "up_proj"]}],
     "ends": [{"target_modules": ["embed_tokens", "lm_head"]}],
+    "lengths of ends": [{"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}],
     "whole ends": [
         {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
     ],

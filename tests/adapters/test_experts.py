@@ -1,0 +1,168 @@
+"""Adapters of experts as transformers 5 has them, all of a layer in one parameter, against peft's
+`merge_and_unload`; whatever the checkpoint has.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from peft_adapters import PREFIX, make_adapter, merge, tensors_of
+from ranks_in_threads import ranks_of
+from safetensors.torch import load_file, save_file
+from test_merge import EXPERTS, HYBRID, TEXT, Merged, assert_equal, loaded, of_text, opened
+
+from checkpoints import (
+    PARAMS,
+    PROMPTS,
+    SMALL,
+    assert_greedy,
+    make_checkpoint,
+    reference_logprobs,
+    with_rare,
+)
+from nanovllm import LLM
+
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+# Patterns are of paths of parameters, not of modules: "experts" and "mlp.gate" match nothing.
+PATTERNS: dict[str, Any] = {
+    "rank_pattern": {"gate_up_proj": 3, "experts": 7, r"layers\.0\..*\.down_proj": 5},
+    "alpha_pattern": {r"layers\.1\.mlp\.experts\.gate_up_proj": 5, "mlp.gate": 99, "weight": 2},
+}
+
+
+class Case(NamedTuple):
+    """A family, its options, whether its checkpoint stacks experts, and fields of adapters."""
+
+    family: str
+    options: dict[str, Any]
+    is_stacked: bool
+    adapters: list[dict[str, Any]]
+
+
+QWEN3 = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# Down projections are square, so that their shape does not say what is stored transposed.
+GPT_OSS = {"head_dim": 16, "num_local_experts": 4, "intermediate_size": 64}
+CASES = {
+    "qwen3, all-linear": Case("qwen3_moe", QWEN3, False, [{"target_modules": "all-linear"}]),
+    "qwen3, names of transformers 4": Case(
+        *("qwen3_moe", QWEN3, False),
+        [{"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}],
+    ),
+    "qwen3, patterns": Case(
+        *("qwen3_moe", QWEN3, False),
+        [{"target_modules": [], "target_parameters": [*BOTH, "gate.weight"], **PATTERNS}],
+    ),
+    "qwen3, several": Case(
+        *("qwen3_moe", QWEN3, False),
+        [
+            {"target_modules": "all-linear", "use_rslora": True},
+            {"target_modules": ["q_proj"], "target_parameters": BOTH[1:], "lora_alpha": -3},
+            {"target_modules": ["o_proj"], "target_parameters": BOTH[:1], "r": 1},
+        ],
+    ),
+    "mixtral": Case(
+        *("mixtral", {"num_local_experts": 4}, False),
+        [
+            {"target_modules": "all-linear"},
+            {"target_modules": ["v_proj"], "modules_to_save": ["gate"], "target_parameters": BOTH},
+        ],
+    ),
+    "gpt-oss": Case(
+        *("gpt_oss", GPT_OSS, True),
+        [
+            {"target_modules": "all-linear", "target_parameters": BOTH, "use_rslora": True},
+            {"target_modules": [], "target_parameters": [*BOTH, "router.weight"], **PATTERNS},
+        ],
+    ),
+    "gpt-oss, biases": Case(
+        *("gpt_oss", GPT_OSS, True),
+        [
+            {
+                "target_modules": [],
+                "target_parameters": [*BOTH, *(f"{name}_bias" for name in BOTH)],
+                "rank_pattern": {"down_proj": 2, "gate_up_proj_bias": 3},
+            },
+            {"target_modules": [], "target_parameters": ["down_proj_bias", "gate_up_proj"]},
+        ],
+    ),
+    "qwen3.5": Case(
+        *("qwen3_5_moe_text", HYBRID | EXPERTS, True),
+        [{"target_modules": "all-linear", "target_parameters": BOTH, **PATTERNS}],
+    ),
+    "qwen3-next": Case(
+        "qwen3_next", HYBRID | EXPERTS, False, [{"target_modules": "all-linear"}]
+    ),
+}
+
+
+def stack(path: Path) -> None:
+    """Have a checkpoint's experts in one tensor for each matrix, as Qwen3.5's are published."""
+    tensors, experts = load_file(path / "model.safetensors"), {}
+    for name in list(tensors):
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
+            experts[found[1], int(found[2]), found[3]] = tensors.pop(name)
+    for module in {module for module, _, _ in experts}:
+        count = sum(key[::2] == (module, "up_proj") for key in experts)
+        gate, up, down = (
+            torch.stack([experts[module, i, name] for i in range(count)])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors[f"{module}.gate_up_proj"] = torch.cat([gate, up], 1)
+        tensors[f"{module}.down_proj"] = down
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Merged:
+    family, options, is_stacked, configs = CASES[request.param]
+    path = tmp_path_factory.mktemp("case")
+    base = make_checkpoint(path / "base", family, initializer_range=0.1, **options)
+    if is_stacked and family != "gpt_oss":
+        stack(base)
+    adapters = [
+        make_adapter(base, path / f"adapter{i}", seed=i, **config)
+        for i, config in enumerate(configs)
+    ]
+    names = load_file(base / "model.safetensors").keys()
+    assert any(name.endswith(".experts.down_proj") for name in names) == is_stacked
+    of_experts = [name for name in tensors_of(adapters[0]) if ".experts." in name]
+    assert of_experts and not any(re.search(r"\d", name.split("mlp")[1]) for name in of_experts)
+    return Merged(base, adapters, merge(base, path / "merged", *adapters))
+
+
+@pytest.mark.parametrize("case", CASES, indirect=True)
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_are_those_of_peft(case: Merged, size: int) -> None:
+    """Of each rank."""
+    for rank in range(size):
+        found = loaded(case.base, opened(case), rank, size)
+        assert_equal(found, loaded(case.whole, [], rank, size))
+        plain = loaded(case.base, [], rank, size)
+        changed = [name for name in found if not torch.equal(found[name], plain[name])]
+        assert any("experts" in name for name in changed)
+
+
+@pytest.mark.parametrize("case", CASES, indirect=True)
+def test_logits_and_tokens_are_those_of_peft(case: Merged) -> None:
+    """Log-probabilities within 1e-5, of which the base's differ."""
+    wanted = of_text(reference_logprobs(case.whole, TEXT))
+    with LLM(case.base, adapter=case.adapters, **SMALL) as llm, LLM(case.base, **SMALL) as plain:
+        found, without = (
+            torch.tensor(engine.score([TEXT], use_tqdm=False)[0].logprobs)
+            for engine in (llm, plain)
+        )
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        assert (found - without).abs().max() > 0.05
+        assert_greedy(case.whole, PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    "case", ["qwen3, several", "gpt-oss"], indirect=True
+)
+def test_tokens_of_two_ranks_are_those_of_peft(case: Merged) -> None:
+    with LLM(case.base, adapter=case.adapters, tensor_parallel_size=2, **SMALL) as llm:
+        assert len(ranks_of(llm).runners) == 2
+        assert_greedy(case.whole, PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
