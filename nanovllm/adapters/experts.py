@@ -2,18 +2,15 @@
 expert.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from nanovllm.adapters.adapter import FLOATS, Adapter, Source
 from nanovllm.adapters.matching import LowRank
 
-KEPT = 5  # factors of a layer: of gate and up B, which differ in rows, and A, which they share; down
-
-Read: TypeAlias = Callable[[Source, int, int, int], torch.Tensor]
+KEPT = 3  # A or B of gate, up and down of a layer
 
 
 class Factors:
@@ -27,9 +24,8 @@ class Factors:
 
     def __init__(self, device: torch.device, num_adapters: int) -> None:
         self._device = device
-        kept = lru_cache(KEPT * num_adapters)
-        self._a: Read = kept(self._read_a)
-        self._b: Read = kept(self._read_b)
+        self._a = lru_cache(KEPT * num_adapters)(self._read_a)
+        self._b = lru_cache(KEPT * num_adapters)(self._read_b)
 
     def a(self, source: Source, count: int, columns: range) -> torch.Tensor:
         """These columns of A [E r, in]: [E, r, columns] float32."""
@@ -107,6 +103,6 @@ class ChangedExperts:
 
     def _of_each(self, rows: range, columns: range) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B of each expert, of these columns and rows."""
-        count, first = self._experts.count, self._experts.first_row
+        count, first = self._experts.num_experts, self._experts.first_row
         rows = range(first + rows.start, first + rows.stop)
         return self._factors.a(self._a, count, columns), self._factors.b(self._b, count, rows)

@@ -1,7 +1,8 @@
 """`match`: what each tensor of an adapter changes in a checkpoint. Imports no torch.
 
-Names of an adapter are paths in the model that was trained, behind PEFT's prefix; `places.py` finds
-these in the checkpoint. Every tensor of an adapter changes something, or the adapter is refused.
+Names of an adapter are paths in the model that was trained, behind PEFT's prefix; `parameters.py`
+finds these in the checkpoint. Every tensor of an adapter changes something, or the adapter is
+refused.
 """
 
 import re
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from nanovllm.adapters.config import BY_PEFT, AdapterConfig
-from nanovllm.adapters.places import Place, Places, parameters
+from nanovllm.adapters.parameters import Place, Places, parameters
 from nanovllm.checkpoint.modules import OTHER_PARTS, without_prefix
 from nanovllm.utils.checks import listed
 
@@ -28,13 +29,13 @@ class OfExperts(NamedTuple):
     """What a tensor has of a change to the matrices of all experts, which is one in the adapter.
 
     Attributes:
-        count: number of experts, E.
+        num_experts: number of experts, E.
         expert: number of its expert; None: it stacks the matrices of all.
         first_row: row of its first one in each expert's matrix.
         is_transposed: whether it has the matrices as [in, out].
     """
 
-    count: int
+    num_experts: int
     expert: int | None
     first_row: int
     is_transposed: bool
@@ -188,17 +189,13 @@ def _low_rank(
     places: list[Place],
 ) -> Iterator[tuple[Place, LowRank]]:
     """The changes of the tensors that hold a parameter, by an adapter's tensors of these names."""
-    of_experts = places[0].is_of_experts
-    is_embedding = not names.keys().isdisjoint(OF_EMBEDDING)
-    factors = OF_EMBEDDING if is_embedding else FACTORS
     path = parameter if config.is_target(parameter) else parameter.removesuffix(".weight")
+    of_experts = places[0].is_of_experts
     if of_experts and config.use_dora:
         raise ValueError(f"`use_dora` is not supported for experts, got {path}: {BY_PEFT}")
-    needed = (*factors, MAGNITUDE) if config.use_dora else factors
-    if missing := [f"{path}.{part}" for part in needed if part not in names]:
-        raise ValueError(f"it lacks {listed(missing)}: save it again")
-    if unused := [name for part, name in names.items() if part not in needed]:
-        raise ValueError(f"by its configuration it has no use for {listed(unused)}: save it again")
+    is_embedding = not names.keys().isdisjoint(OF_EMBEDDING)
+    factors = OF_EMBEDDING if is_embedding else FACTORS
+    _check_parts(path, names, (*factors, MAGNITUDE) if config.use_dora else factors)
     a, b = (shapes[names[part]] for part in factors)
     if not len(a) == len(b) == 2:
         raise ValueError(f"the change of {path} has no matrices, but {a} and {b}: {BY_PEFT}")
@@ -226,30 +223,37 @@ def _low_rank(
         experts=None,
     )
     if of_experts:
-        yield from _of_experts(path, whole, count, places, config.remedy)
+        yield from _of_experts(whole, count, places, config.remedy)
     else:
         yield from ((place, whole) for place in places)
 
 
+def _check_parts(path: str, names: Parts, needed: tuple[str, ...]) -> None:
+    """ValueError for parts of a change that are missing, or that nothing needs."""
+    if missing := [f"{path}.{part}" for part in needed if part not in names]:
+        raise ValueError(f"it lacks {listed(missing)}: save it again")
+    if unused := [name for part, name in names.items() if part not in needed]:
+        raise ValueError(f"by its configuration it has no use for {listed(unused)}: save it again")
+
+
 def _of_experts(
-    path: str, whole: LowRank, count: int, places: list[Place], remedy: str
+    whole: LowRank, num_experts: int, places: list[Place], remedy: str
 ) -> Iterator[tuple[Place, LowRank]]:
     """A change of the matrices of E experts, divided over the tensors that hold these."""
     rows, columns = whole.shape
     found = len({place.expert for place in places})
-    if places[0].expert is not None and found != count:
+    if places[0].expert is not None and found != num_experts:
         raise ValueError(
-            f"{whole.b} and {whole.a} are for {count} experts, but this model has {found}: {remedy}"
+            f"{whole.b} and {whole.a} are for {num_experts} experts, but this model has {found}: "
+            f"{remedy}"
         )
+    if places[0].half is not None and rows % 2:
+        raise ValueError(f"{whole.b} has {rows} rows, not as many for gate as for up: {remedy}")
     for place in places:
-        if place.expert is None:
-            shape = [count, columns, rows] if place.is_transposed else [count, rows, columns]
-        elif place.half is None:
-            shape = [rows, columns]
-        elif rows % 2:
-            raise ValueError(f"{whole.b} has {rows} rows, not as many for gate as for up: {remedy}")
+        if place.expert is not None:
+            shape = [rows if place.half is None else rows // 2, columns]
         else:
-            shape = [rows // 2, columns]
+            shape = [num_experts, *([columns, rows] if place.is_transposed else [rows, columns])]
         first_row = (place.half or 0) * rows // 2
-        experts = OfExperts(count, place.expert, first_row, place.is_transposed)
+        experts = OfExperts(num_experts, place.expert, first_row, place.is_transposed)
         yield place, whole._replace(shape=shape, experts=experts)
