@@ -36,12 +36,13 @@ CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 IGNORED = {
     *("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
     *("inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout"),
-    *("lora_ga_config", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size"),
+    *("lora_ga_config", "megatron_core", "modules_to_save", "qalora_group_size"),
     *("revision", "runtime_config", "target_modules", "task_type"),
 }
 USED = {
     *("alpha_pattern", "base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha"),
-    *("peft_type", "r", "rank_pattern", "target_parameters", "use_dora", "use_rslora"),
+    *("peft_type", "peft_version", "r", "rank_pattern", "target_parameters", "use_dora"),
+    "use_rslora",
 }
 
 
@@ -58,6 +59,7 @@ class AdapterConfig:
             paths, see `rank`.
         target_parameters: ends of the paths of parameters that are changed by themselves, not by
             their modules.
+        version: numbers of peft's version; (): unknown.
         base: name of the model that it was trained on; "": unknown.
         unknown: fields that ask for something and have no meaning here.
     """
@@ -69,6 +71,7 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     target_parameters: tuple[str, ...]
+    version: tuple[int, ...]
     base: str
     unknown: tuple[str, ...]
 
@@ -94,6 +97,7 @@ class AdapterConfig:
                 raw, "alpha_pattern", lambda key, alpha: check_float(key, alpha, -math.inf)
             ),
             target_parameters=_targets(raw),
+            version=_version(raw.get("peft_version")),
             base=str(raw.get("base_model_name_or_path") or ""),
             unknown=tuple(sorted(key for key in raw if key not in known and raw[key])),
             **flags,
@@ -113,6 +117,19 @@ class AdapterConfig:
         """
         ends = tuple(f".{target}" for target in self.target_parameters)
         return f".{parameter}".endswith(ends)
+
+    def adds_transpose(self, is_transposed: bool) -> bool:
+        """Whether the transpose of B A is added to stacked matrices of experts.
+
+        Versions of peft differ in the dimension of these that is A's. Until 0.18 it was the first,
+        in 0.19.0 that of the outputs; since 0.19.1 it is that of the inputs.
+
+        Args:
+            is_transposed: whether the matrices are [in, out].
+        """
+        if self.version and self.version < (0, 19):
+            return True
+        return is_transposed != (self.version == (0, 19, 0))
 
     def rank(self, path: str) -> int:
         """The rank of a change.
@@ -168,6 +185,12 @@ def _targets(raw: Mapping[str, Any]) -> tuple[str, ...]:
     if not is_list or not all(isinstance(name, str) for name in found):
         raise TypeError(f"`target_parameters` must be a list of names, got {found!r}")
     return tuple(found)
+
+
+def _version(raw: Any) -> tuple[int, ...]:
+    """The numbers of a version, such as "0.19.1" or "0.21.3.dev0@1a2b3c"."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(raw))
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def _pattern(raw: Mapping[str, Any], key: str, check: Callable[[str, Any], None]) -> dict[str, Any]:

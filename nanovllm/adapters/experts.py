@@ -45,11 +45,11 @@ class Factors:
 
 
 class ChangedExperts:
-    """The matrix W [out, in] of an expert, or a part of its rows, or those of all experts, as an
-    adapter leaves them, as a `Source` of float32: W + s B A, with factors of each expert.
+    """The matrix of an expert, or a part of its rows, or those of all experts, as an adapter leaves
+    them, as a `Source` of float32: W + s B A, or W + s (B A)^T, with factors of each expert.
 
     Args:
-        base: W; of all experts [E, out, in] or [E, in, out].
+        base: W [out, in]; of all experts [E, out, in] or [E, in, out].
         adapter: adapter with A and B.
         change: their names, s, and what the tensor has of it.
         factors: factors of experts.
@@ -80,29 +80,24 @@ class ChangedExperts:
         """These rows and columns; of stacked experts, those of these, or all of one expert."""
         if isinstance(index, int):
             return self[index : index + 1, :, :][0]
-        spans = [
+        *of, rows, columns = (
             range(*part.indices(size)) for part, size in zip(index, self.get_shape(), strict=True)
-        ]
+        )
         # A copy: what is read may be memory of the file.
         w = self._base[index].to(self._device).to(torch.float32, copy=True)
-        if self._experts.expert is not None:
-            a, b = self._of_each(*spans)
-            return w.addmm_(b[self._experts.expert], a[self._experts.expert], alpha=self._scale)
-        of, rows, columns = spans
-        if self._experts.is_transposed:
-            a, b = self._of_each(columns, rows)
-            left, right = a.mT, b.mT
-        else:
-            left, right = self._of_each(rows, columns)[::-1]
-        these = slice(of.start, of.stop)
-        return w.baddbmm_(left[these], right[these], alpha=self._scale)
-
-    @property
-    def _scale(self) -> float:
-        return self._change.scale
+        left, right = self._of_each(rows, columns)
+        if (expert := self._experts.expert) is not None:
+            return w.addmm_(left[expert], right[expert], alpha=self._change.scale)
+        [these] = (slice(span.start, span.stop) for span in of)
+        return w.baddbmm_(left[these], right[these], alpha=self._change.scale)
 
     def _of_each(self, rows: range, columns: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of each expert, of these columns and rows."""
+        """The factors of each expert's change of these rows and columns: [E, rows, r] and
+        [E, r, columns].
+        """
         count, first = self._experts.num_experts, self._experts.first_row
         rows = range(first + rows.start, first + rows.stop)
-        return self._factors.a(self._a, count, columns), self._factors.b(self._b, count, rows)
+        if self._experts.is_transposed:
+            a, b = self._factors.a(self._a, count, rows), self._factors.b(self._b, count, columns)
+            return a.mT, b.mT
+        return self._factors.b(self._b, count, rows), self._factors.a(self._a, count, columns)

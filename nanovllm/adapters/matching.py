@@ -32,7 +32,7 @@ class OfExperts(NamedTuple):
         num_experts: number of experts, E.
         expert: number of its expert; None: it stacks the matrices of all.
         first_row: row of its first one in each expert's matrix.
-        is_transposed: whether it has the matrices as [in, out].
+        is_transposed: whether it gets the transpose of each expert's product.
     """
 
     num_experts: int
@@ -50,7 +50,7 @@ class LowRank(NamedTuple):
             an expert has neighbouring rows and every E-th column.
         is_embedding: whether it is one.
         shape: shape of the tensor that changes, [out, in]; of stacked experts [E, out, in] or
-            [E, in, out].
+            [E, in, out], as stored.
         scale: factor of the product.
         magnitude: name of the tensor with the lengths of rows [out], of an embedding those of
             columns [in]; None: they have none.
@@ -223,7 +223,7 @@ def _low_rank(
         experts=None,
     )
     if of_experts:
-        yield from _of_experts(whole, count, places, config.remedy)
+        yield from _of_experts(path, whole, count, places, config)
     else:
         yield from ((place, whole) for place in places)
 
@@ -237,23 +237,25 @@ def _check_parts(path: str, names: Parts, needed: tuple[str, ...]) -> None:
 
 
 def _of_experts(
-    whole: LowRank, num_experts: int, places: list[Place], remedy: str
+    path: str, whole: LowRank, num_experts: int, places: list[Place], config: AdapterConfig
 ) -> Iterator[tuple[Place, LowRank]]:
     """A change of the matrices of E experts, divided over the tensors that hold these."""
-    rows, columns = whole.shape
     found = len({place.expert for place in places})
     if places[0].expert is not None and found != num_experts:
         raise ValueError(
             f"{whole.b} and {whole.a} are for {num_experts} experts, but this model has {found}: "
-            f"{remedy}"
+            f"{config.remedy}"
         )
+    is_transposed = config.adds_transpose(places[0].is_transposed)
+    rows, columns = reversed(whole.shape) if is_transposed else whole.shape
     if places[0].half is not None and rows % 2:
-        raise ValueError(f"{whole.b} has {rows} rows, not as many for gate as for up: {remedy}")
+        raise ValueError(
+            f"the change of {path} has {rows} rows, not as many for gate as for up: {config.remedy}"
+        )
     for place in places:
-        if place.expert is not None:
-            shape = [rows if place.half is None else rows // 2, columns]
-        else:
-            shape = [num_experts, *([columns, rows] if place.is_transposed else [rows, columns])]
+        shape = [rows if place.half is None else rows // 2, columns]
+        if place.expert is None:
+            shape = [num_experts, *shape]
         first_row = (place.half or 0) * rows // 2
-        experts = OfExperts(num_experts, place.expert, first_row, place.is_transposed)
+        experts = OfExperts(num_experts, place.expert, first_row, is_transposed)
         yield place, whole._replace(shape=shape, experts=experts)

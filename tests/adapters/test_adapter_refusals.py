@@ -345,7 +345,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             {**OUTER, f"{MODULE}.lora_B.weight": torch.ones(65, 16)},
             {"target_parameters": ["gate_up_proj"]},
-            f"{MODULE}.lora_B.weight has 65 rows, not as many for gate as for up: {TRAINED}$",
+            "the change of model.layers.0.mlp.experts.gate_up_proj has 65 rows, not as many for "
+            f"gate as for up: {TRAINED}$",
         ),
         (
             {**OUTER, f"{MODULE}.lora_magnitude_vector": torch.ones(64)},
