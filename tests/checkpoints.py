@@ -136,6 +136,26 @@ def edit_tensors(path: Path, **changes: torch.Tensor | None) -> None:
     save_file({k: v for k, v in tensors.items() if v is not None}, file)
 
 
+def stack_experts(path: Path) -> None:
+    """Rewrite experts one by one as published files have them: in one tensor for all."""
+    left, of_each = {}, {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        parent, found, rest = name.partition(".mlp.experts.")
+        if found:
+            i, part = rest.removesuffix(".weight").split(".")
+            of_each.setdefault(parent, {})[int(i), part] = tensor
+        else:
+            left[name] = tensor
+    assert of_each
+    for parent, parts in of_each.items():
+        rows = [(parts[i, "gate_proj"], parts[i, "up_proj"]) for i in range(len(parts) // 3)]
+        both = torch.stack([torch.cat(pair) for pair in rows])
+        down = torch.stack([parts[i, "down_proj"] for i in range(len(parts) // 3)])
+        left[f"{parent}.mlp.experts.gate_up_proj"] = both
+        left[f"{parent}.mlp.experts.down_proj"] = down
+    save_file(left, path / "model.safetensors")
+
+
 @functools.cache
 def reference_model(path: Path) -> transformers.PreTrainedModel:
     """The checkpoint in transformers, float32 on the CPU."""

@@ -5,7 +5,7 @@ Names of fields and their meaning are those of PEFT 0.21 (`LoraConfig`).
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +25,6 @@ REFUSED = {
     "lora_bias": ("biases of `lora_B`", BY_PEFT),
     "megatron_config": ("layers of Megatron", "convert it to PEFT's format"),
     "monteclora_config": ("sampled weights", BY_PEFT),
-    "target_parameters": ("a change of parameters that are no layer's `weight`", BY_PEFT),
     "trainable_token_indices": ("rows of the embedding", BY_PEFT),
     "use_bdlora": ("block-diagonal factors", BY_PEFT),
     "use_qalora": ("groups of a GPTQ model's columns", NO_MERGE),
@@ -37,12 +36,13 @@ CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 IGNORED = {
     *("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
     *("inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout"),
-    *("lora_ga_config", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size"),
+    *("lora_ga_config", "megatron_core", "modules_to_save", "qalora_group_size"),
     *("revision", "runtime_config", "target_modules", "task_type"),
 }
 USED = {
     *("alpha_pattern", "base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha"),
-    *("peft_type", "r", "rank_pattern", "use_dora", "use_rslora"),
+    *("peft_type", "peft_version", "r", "rank_pattern", "target_parameters", "use_dora"),
+    "use_rslora",
 }
 
 
@@ -56,7 +56,10 @@ class AdapterConfig:
         use_rslora: whether the denominator is the root of the rank, not the rank.
         use_dora: whether rows get a length of their own (DoRA).
         rank_pattern, alpha_pattern: exceptions from `r` and `lora_alpha`, by regular expressions of
-            module paths.
+            paths, see `rank`.
+        target_parameters: ends of the paths of parameters that are changed by themselves, not by
+            their modules.
+        version: numbers of peft's version; (): unknown.
         base: name of the model that it was trained on; "": unknown.
         unknown: fields that ask for something and have no meaning here.
     """
@@ -67,6 +70,8 @@ class AdapterConfig:
     use_dora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    target_parameters: tuple[str, ...]
+    version: tuple[int, ...]
     base: str
     unknown: tuple[str, ...]
 
@@ -91,6 +96,8 @@ class AdapterConfig:
             alpha_pattern=_pattern(
                 raw, "alpha_pattern", lambda key, alpha: check_float(key, alpha, -math.inf)
             ),
+            target_parameters=_targets(raw),
+            version=_version(raw.get("peft_version")),
             base=str(raw.get("base_model_name_or_path") or ""),
             unknown=tuple(sorted(key for key in raw if key not in known and raw[key])),
             **flags,
@@ -102,17 +109,40 @@ class AdapterConfig:
         name = f" ({self.base})" if self.base else ""
         return f"pass the model{name} that the adapter was trained on"
 
-    def rank(self, path: str) -> int:
-        """The rank of a module's change.
+    def is_target(self, parameter: str) -> bool:
+        """Whether a parameter is one of `target_parameters`.
 
         Args:
-            path: path of the module in the model that was trained.
+            parameter: its path in the model that was trained.
+        """
+        ends = tuple(f".{target}" for target in self.target_parameters)
+        return f".{parameter}".endswith(ends)
+
+    def adds_transpose(self, is_transposed: bool) -> bool:
+        """Whether the transpose of B A is added to stacked matrices of experts.
+
+        Versions of peft differ in the dimension of these that is A's. Until 0.18 it was the first,
+        in 0.19.0 that of the outputs; since 0.19.1 it is that of the inputs.
+
+        Args:
+            is_transposed: whether the matrices are [in, out].
+        """
+        if self.version and self.version < (0, 19):
+            return True
+        return is_transposed != (self.version == (0, 19, 0))
+
+    def rank(self, path: str) -> int:
+        """The rank of a change.
+
+        Args:
+            path: path in the model that was trained, of the changed module, or of the parameter if
+                it is one of `target_parameters`.
         """
         return _first_match(self.rank_pattern, path, self.r)
 
     def scale(self, path: str) -> float:
-        """The factor of a module's change: alpha / r (Hu et al., LoRA, 2021), or alpha / sqrt(r)
-        (Kalajdzievski, rsLoRA, 2023).
+        """The factor of a change: alpha / r (Hu et al., LoRA, 2021), or alpha / sqrt(r)
+        (Kalajdzievski, rsLoRA, 2023). `path` is that of `rank`.
         """
         rank = self.rank(path)
         alpha = _first_match(self.alpha_pattern, path, self.lora_alpha)
@@ -146,6 +176,21 @@ def _refuse(raw: Mapping[str, Any]) -> None:
             f"`init_lora_weights` {init!r} belongs to a base model that LoftQ has quantised: merge "
             "it with peft into that one (`merge_and_unload`) and pass the saved model as `model`"
         )
+
+
+def _targets(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """`target_parameters`, a list, or a set in a `LoraConfig`."""
+    found = raw.get("target_parameters") or ()
+    is_list = isinstance(found, Collection) and not isinstance(found, str)
+    if not is_list or not all(isinstance(name, str) for name in found):
+        raise TypeError(f"`target_parameters` must be a list of names, got {found!r}")
+    return tuple(found)
+
+
+def _version(raw: Any) -> tuple[int, ...]:
+    """The numbers of a version, such as "0.19.1" or "0.21.3.dev0@1a2b3c"."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(raw))
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def _pattern(raw: Mapping[str, Any], key: str, check: Callable[[str, Any], None]) -> dict[str, Any]:

@@ -1,18 +1,18 @@
 """`match`: what each tensor of an adapter changes in a checkpoint. Imports no torch.
 
-Names of an adapter are paths in the model that was trained, behind PEFT's prefix; those of the
-checkpoint may begin in another way (`checkpoint/modules.py`). Every tensor of an adapter changes
-something, or the adapter is refused.
+Names of an adapter are paths in the model that was trained, behind PEFT's prefix; `parameters.py`
+finds these in the checkpoint. Every tensor of an adapter changes something, or the adapter is
+refused.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from nanovllm.adapters.config import BY_PEFT, AdapterConfig
+from nanovllm.adapters.parameters import Place, Places, parameters
 from nanovllm.checkpoint.modules import OTHER_PARTS, without_prefix
-from nanovllm.checkpoint.quantization import OF_CODES
 from nanovllm.utils.checks import listed
 
 PREFIX = "base_model.model."
@@ -25,16 +25,36 @@ ENDS = ("embed_tokens", "lm_head")  # modules that may share a matrix
 Parts: TypeAlias = Mapping[str, str]  # of a module's change -> name
 
 
+class OfExperts(NamedTuple):
+    """What a tensor has of a change to the matrices of all experts, which is one in the adapter.
+
+    Attributes:
+        num_experts: number of experts, E.
+        expert: number of its expert; None: it stacks the matrices of all.
+        first_row: row of its first one in each expert's matrix.
+        is_transposed: whether it gets the transpose of each expert's product.
+    """
+
+    num_experts: int
+    expert: int | None
+    first_row: int
+    is_transposed: bool
+
+
 class LowRank(NamedTuple):
     """The change of a matrix by a product of two factors.
 
     Attributes:
         a, b: names of the factors A [r, in] and B [out, r]; of an embedding, whose matrix is
-            stored transposed, [r, out] and [in, r].
+            stored transposed, [r, out] and [in, r]; of experts [E r, in] and [out, r E], of which
+            an expert has neighbouring rows and every E-th column.
         is_embedding: whether it is one.
-        shape: shape of the matrix, [out, in].
+        shape: shape of the tensor that changes, [out, in]; of stacked experts [E, out, in] or
+            [E, in, out], as stored.
         scale: factor of the product.
-        magnitude: name of the tensor [out] with the lengths of rows; None: they have none.
+        magnitude: name of the tensor with the lengths of rows [out], of an embedding those of
+            columns [in]; None: they have none.
+        experts: what it has of a change to experts; None: it is of another kind.
     """
 
     a: str
@@ -43,6 +63,7 @@ class LowRank(NamedTuple):
     shape: list[int]
     scale: float
     magnitude: str | None
+    experts: OfExperts | None
 
 
 class Change(NamedTuple):
@@ -73,9 +94,32 @@ def match(
     """
     if not shapes:
         raise ValueError("it has no tensors: save it again")
+    parts, wholes = _grouped(shapes)
+    places = Places(saved)
+    paths = parameters(parts, config, places)
+    _refuse_modules([*paths.values(), *wholes], places, is_tied)
+    found = {path: places.find(path) for path in (*paths.values(), *wholes)}
+    _refuse_wholes(wholes, found)
+    lost = [name for path, name in wholes.items() if not found[path]]
+    lost += [name for path in parts if not found[paths[path]] for name in parts[path].values()]
+    _refuse_lost(lost, config.remedy)
+    changes: dict[str, Change] = {}
+    for path, name in wholes.items():
+        for place in found[path]:
+            _add(changes, place.name, Change(whole=name))
+    for path, names in parts.items():
+        for place, low_rank in _low_rank(paths[path], names, shapes, config, found[paths[path]]):
+            _add(changes, place.name, Change(low_rank=low_rank))
+    return changes
+
+
+def _grouped(names: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """The names of an adapter's tensors: the parts of changes by their paths, and those of whole
+    tensors by their own.
+    """
     parts: defaultdict[str, dict[str, str]] = defaultdict(dict)
     wholes: dict[str, str] = {}
-    for name in shapes:
+    for name in names:
         path = name.removeprefix(PREFIX)
         if found := PART.fullmatch(path):
             group, key = parts[found[1]], found[2]
@@ -84,17 +128,7 @@ def match(
         if key in group:
             raise ValueError(f"{group[key]} and {name} mean the same: save it again")
         group[key] = name
-    places = {without_prefix(name): name for name in saved}
-    modules = [*parts, *(path.rpartition(".")[0] for path in wholes)]
-    _refuse_modules(modules, places, is_tied)
-    _refuse_unmatched(parts, wholes, places, config.remedy)
-    changes: dict[str, Change] = {}
-    for path, name in wholes.items():
-        _add(changes, places[without_prefix(path)], Change(whole=name))
-    for path, names in parts.items():
-        low_rank = _low_rank(path, names, shapes, config)
-        _add(changes, places[without_prefix(f"{path}.weight")], Change(low_rank=low_rank))
-    return changes
+    return dict(parts), wholes
 
 
 def _add(changes: dict[str, Change], place: str, new: Change) -> None:
@@ -105,34 +139,42 @@ def _add(changes: dict[str, Change], place: str, new: Change) -> None:
     changes[place] = Change(new.whole or old.whole, new.low_rank or old.low_rank)
 
 
-def _refuse_modules(modules: Iterable[str], places: Mapping[str, str], is_tied: bool) -> None:
-    """ValueError if an adapter changes a module whose matrix is codes, or is another's, too."""
-    for path in modules:
-        own = without_prefix(path)
-        if is_tied and own in ENDS:
+def _refuse_modules(paths: Iterable[str], places: Places, is_tied: bool) -> None:
+    """ValueError if an adapter changes a matrix that is codes, or is another's, too."""
+    for path in paths:
+        module = path.rpartition(".")[0]
+        if is_tied and without_prefix(module) in ENDS:
             raise ValueError(
-                f"it changes {path}, but embedding and LM head of this model are one matrix, and "
+                f"it changes {module}, but embedding and LM head of this model are one matrix, and "
                 "would have to differ: save the model with a copy as `lm_head.weight` and "
                 "`tie_word_embeddings` false, and pass that as `model` (docs/adapters.md)"
             )
-        if any(f"{own}{ending}" in places for ending in OF_CODES):
+        if places.in_mxfp4(path):
             raise ValueError(
-                f"it changes {path}, whose weights are codes in this checkpoint: pass the original "
-                'weights as `model` (quantization="fp8" quantises them once they are merged)'
+                f"it changes {path}, whose values are codes in this checkpoint: load the model "
+                "with transformers' `Mxfp4Config(dequantize=True)`, save it, and pass that as "
+                "`model`"
+            )
+        if places.in_codes(path):
+            raise ValueError(
+                f"it changes {path.removesuffix('.weight')}, whose weights are codes in this "
+                'checkpoint: pass the original weights as `model` (quantization="fp8" quantises '
+                "them once they are merged)"
             )
 
 
-def _refuse_unmatched(
-    parts: Mapping[str, Parts], wholes: Mapping[str, str], places: Mapping[str, str], remedy: str
-) -> None:
-    """ValueError for tensors of modules that the checkpoint lacks."""
-    lost = [
-        name
-        for path, names in parts.items()
-        if without_prefix(f"{path}.weight") not in places
-        for name in names.values()
-    ]
-    lost += [name for path, name in wholes.items() if without_prefix(path) not in places]
+def _refuse_wholes(wholes: Mapping[str, str], found: Mapping[str, list[Place]]) -> None:
+    """ValueError for a whole tensor of all experts where the checkpoint has these one by one."""
+    for path, name in wholes.items():
+        if any(place.expert is not None for place in found[path]):
+            raise ValueError(
+                f"{name} replaces the matrices of all experts, which this checkpoint has one by "
+                f"one: {BY_PEFT}"
+            )
+
+
+def _refuse_lost(lost: list[str], remedy: str) -> None:
+    """ValueError for tensors that the checkpoint lacks."""
     if any(f".{part}." in name for name in lost for part in OTHER_PARTS):
         remedy = f"parts for images are left out here; {BY_PEFT}"
     if lost:
@@ -140,38 +182,80 @@ def _refuse_unmatched(
 
 
 def _low_rank(
-    path: str, names: Parts, shapes: Mapping[str, list[int]], config: AdapterConfig
-) -> LowRank:
-    """The change of a module by tensors of these names."""
+    parameter: str,
+    names: Parts,
+    shapes: Mapping[str, list[int]],
+    config: AdapterConfig,
+    places: list[Place],
+) -> Iterator[tuple[Place, LowRank]]:
+    """The changes of the tensors that hold a parameter, by an adapter's tensors of these names."""
+    path = parameter if config.is_target(parameter) else parameter.removesuffix(".weight")
+    of_experts = places[0].is_of_experts
+    if of_experts and config.use_dora:
+        raise ValueError(f"`use_dora` is not supported for experts, got {path}: {BY_PEFT}")
     is_embedding = not names.keys().isdisjoint(OF_EMBEDDING)
     factors = OF_EMBEDDING if is_embedding else FACTORS
-    if is_embedding and config.use_dora:
-        raise ValueError(f"`use_dora` is not supported for embeddings, got {path}: {BY_PEFT}")
-    needed = (*factors, MAGNITUDE) if config.use_dora else factors
-    if missing := [f"{path}.{part}" for part in needed if part not in names]:
-        raise ValueError(f"it lacks {listed(missing)}: save it again")
-    if unused := [name for part, name in names.items() if part not in needed]:
-        raise ValueError(f"by its configuration it has no use for {listed(unused)}: save it again")
+    _check_parts(path, names, (*factors, MAGNITUDE) if config.use_dora else factors)
     a, b = (shapes[names[part]] for part in factors)
     if not len(a) == len(b) == 2:
         raise ValueError(f"the change of {path} has no matrices, but {a} and {b}: {BY_PEFT}")
     rank = config.rank(path)
-    if a[0] != rank or b[1] != rank:
+    count, rest = divmod(a[0], rank) if of_experts else (1, a[0] - rank)
+    if rest or b[1] != count * rank:
         raise ValueError(
             f"the factors of {path} have shapes {a} and {b}, but its configuration says that their "
-            f"rank is {rank}: save it again"
+            f"rank is {rank}{', for each expert' if of_experts else ''}: save it again"
         )
     shape = [a[1], b[0]] if is_embedding else [b[0], a[1]]
     magnitude = names.get(MAGNITUDE)
-    if magnitude is not None and shapes[magnitude] != shape[:1]:
+    lengths = shape[1:] if is_embedding else shape[:1]
+    if magnitude is not None and shapes[magnitude] != lengths:
         raise ValueError(
-            f"tensor {magnitude} has shape {shapes[magnitude]}, but its factors imply {shape[:1]}"
+            f"tensor {magnitude} has shape {shapes[magnitude]}, but its factors imply {lengths}"
         )
-    return LowRank(
+    whole = LowRank(
         a=names[factors[0]],
         b=names[factors[1]],
         is_embedding=is_embedding,
         shape=shape,
         scale=config.scale(path),
         magnitude=magnitude,
+        experts=None,
     )
+    if of_experts:
+        yield from _of_experts(path, whole, count, places, config)
+    else:
+        yield from ((place, whole) for place in places)
+
+
+def _check_parts(path: str, names: Parts, needed: tuple[str, ...]) -> None:
+    """ValueError for parts of a change that are missing, or that nothing needs."""
+    if missing := [f"{path}.{part}" for part in needed if part not in names]:
+        raise ValueError(f"it lacks {listed(missing)}: save it again")
+    if unused := [name for part, name in names.items() if part not in needed]:
+        raise ValueError(f"by its configuration it has no use for {listed(unused)}: save it again")
+
+
+def _of_experts(
+    path: str, whole: LowRank, num_experts: int, places: list[Place], config: AdapterConfig
+) -> Iterator[tuple[Place, LowRank]]:
+    """A change of the matrices of E experts, divided over the tensors that hold these."""
+    found = len({place.expert for place in places})
+    if places[0].expert is not None and found != num_experts:
+        raise ValueError(
+            f"{whole.b} and {whole.a} are for {num_experts} experts, but this model has {found}: "
+            f"{config.remedy}"
+        )
+    is_transposed = config.adds_transpose(places[0].is_transposed)
+    rows, columns = reversed(whole.shape) if is_transposed else whole.shape
+    if places[0].half is not None and rows % 2:
+        raise ValueError(
+            f"the change of {path} has {rows} rows, not as many for gate as for up: {config.remedy}"
+        )
+    for place in places:
+        shape = [rows if place.half is None else rows // 2, columns]
+        if place.expert is None:
+            shape = [num_experts, *shape]
+        first_row = (place.half or 0) * rows // 2
+        experts = OfExperts(num_experts, place.expert, first_row, is_transposed)
+        yield place, whole._replace(shape=shape, experts=experts)

@@ -10,9 +10,12 @@ from collections.abc import Collection, Sequence
 import torch
 
 from nanovllm.adapters.adapter import FLOATS, Adapter, Source
+from nanovllm.adapters.experts import ChangedExperts, Factors
 from nanovllm.adapters.matching import ENDS, Change, LowRank, match
 
 logger = logging.getLogger(__name__)
+
+ROWS = 4096  # rows of an embedding to measure at once
 
 
 class Merge:
@@ -36,7 +39,7 @@ class Merge:
         is_tied: bool,
         device: torch.device,
     ) -> None:
-        self._device = device
+        self._device, self._factors = device, Factors(device, len(adapters))
         self._changes = [(adapter, _matched(adapter, saved, is_tied)) for adapter in adapters]
 
     @property
@@ -68,6 +71,8 @@ class Merge:
         if (low_rank := change.low_rank) is None:
             return base
         _check_shape(adapter, f"{low_rank.b} times {low_rank.a}", low_rank.shape, name, shape)
+        if low_rank.experts is not None:
+            return ChangedExperts(base, adapter, low_rank, self._factors, self._device)
         return _Changed(base, adapter, low_rank, self._device)
 
     def log(self) -> None:
@@ -108,7 +113,8 @@ class _Changed:
     """A matrix W [out, in] as an adapter leaves it, as a `Source` of float32:
 
         W + s B A                        Hu et al., LoRA, 2021
-        m (W + s B A) / |W + s B A|      Liu et al., DoRA, 2024; lengths |.| of rows
+        m (W + s B A) / |W + s B A|      Liu et al., DoRA, 2024; lengths |.| of rows, or of columns
+                                         of an embedding, which peft sees as a product's transpose
 
     Args:
         base: W
@@ -136,10 +142,20 @@ class _Changed:
         rows, columns = index
         if self._lengths is None:
             return self._sum(rows, columns)
+        if self._change.is_embedding:
+            lengths = self._read(self._lengths, columns).float()
+            return self._sum(rows, columns).mul_(lengths / self._column_lengths(columns))
         whole = self._sum(rows, slice(None))
         lengths = self._read(self._lengths, rows).float().unsqueeze(1)
         factor = lengths / torch.linalg.vector_norm(whole, dim=1, keepdim=True)
         return whole[:, columns] * factor
+
+    def _column_lengths(self, columns: slice) -> torch.Tensor:
+        """The lengths of these columns of W + s B A, over all rows: [columns]."""
+        begins = range(0, self._change.shape[0], ROWS)
+        parts = (self._sum(slice(begin, begin + ROWS), columns) for begin in begins)
+        squares = [part.square_().sum(0) for part in parts]
+        return torch.stack(squares).sum(0).sqrt_().float()
 
     def _sum(self, rows: slice, columns: slice) -> torch.Tensor:
         """W + s B A, of these rows and columns."""

@@ -277,7 +277,8 @@ def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelCo
         return
     files, device = _of_text(find_weights(directory), config.is_part), torch.device("cpu")
     merge = Merge(adapters, files, is_tied=config.tie_word_embeddings, device=device)
-    for name, source in _slices(sorted(merge.changed, key=files.__getitem__), files):
+    by_file = sorted(merge.changed, key=lambda name: (files[name], name))
+    for name, source in _slices(by_file, files):
         merge.source(name, source)
 
 

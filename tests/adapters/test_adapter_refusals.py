@@ -8,6 +8,7 @@ import pytest
 import torch
 from fp8_checkpoints import checkpoints as fp8_checkpoints
 from int4_checkpoints import checkpoints as int4_checkpoints
+from mxfp4_checkpoints import checkpoints as mxfp4_checkpoints
 from peft_adapters import PREFIX, make_adapter, save_adapter, tensors_of
 
 from checkpoints import SMALL, make_checkpoint
@@ -64,7 +65,8 @@ def refuse(model: Path | str, adapter: Path | str, match: str, **options: Any) -
         ({"bias": "all"}, "`bias` must be 'none', got 'all'"),
         ({"lora_bias": True}, f"`lora_bias` asks for biases of `lora_B`, .*: {BY_PEFT}$"),
         ({"fan_in_fan_out": True}, f"`fan_in_fan_out` asks for .* transposed, .*: {BY_PEFT}$"),
-        ({"target_parameters": ["gate"]}, f"`target_parameters` asks for .*: {BY_PEFT}$"),
+        ({"target_parameters": "a"}, "`target_parameters` must be a list of names, got 'a'$"),
+        ({"target_parameters": [1]}, r"`target_parameters` must be a list of names, got \[1\]$"),
         ({"trainable_token_indices": [1]}, f"`trainable_token_indices` asks for .*: {BY_PEFT}$"),
         ({"layer_replication": [[0, 2]]}, f"`layer_replication` asks for .*: {BY_PEFT}$"),
         ({"alora_invocation_tokens": [5]}, "`alora_invocation_tokens` .*: .* run it in peft$"),
@@ -204,12 +206,14 @@ TRAINED = r"pass the model \(our/base\) that the adapter was trained on"
             rf"tensor {Q}.lora_magnitude_vector has shape \[64\], but its factors imply \[128\]",
         ),
         (
-            added(
+            lambda tensors: added(
                 model__embed_tokens__lora_embedding_A=torch.ones(4, 128),
                 model__embed_tokens__lora_embedding_B=torch.ones(64, 4),
-            ),
+                model__embed_tokens__lora_magnitude_vector=torch.ones(128),
+            )({}),
             {"use_dora": True},
-            "`use_dora` is not supported for embeddings, got model.embed_tokens: ",
+            rf"tensor {PREFIX}model.embed_tokens.lora_magnitude_vector has shape \[128\], but its "
+            r"factors imply \[64\]$",
         ),
         (
             added(
@@ -278,6 +282,116 @@ def test_weights_that_are_codes(way: str, tmp_path: Path) -> None:
         adapter,
         r"it changes model\.layers\.0\.self_attn\.o_proj, whose weights are codes in this "
         r'checkpoint: pass the original weights as `model` \(quantization="fp8" quantises them',
+    )
+
+
+# -- experts --------------------------------------------------------------------------------------
+
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+MODULE = f"{PREFIX}model.layers.0.mlp.experts"
+OUTER = {
+    f"{MODULE}.lora_A.weight": torch.ones(16, 48),
+    f"{MODULE}.lora_B.weight": torch.ones(64, 16),
+}
+INNER = {
+    f"{MODULE}.base_layer.lora_A.weight": torch.ones(16, 64),
+    f"{MODULE}.base_layer.lora_B.weight": torch.ones(96, 16),
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3 with four experts, one by one."""
+    path = tmp_path_factory.mktemp("mixture") / "model"
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    return make_checkpoint(path, "qwen3_moe", **sizes)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "match"),
+    [
+        (
+            OUTER,
+            {"target_parameters": BOTH},
+            "it has 1 changes of parameters of model.layers.0.mlp.experts, but by its "
+            "`target_parameters` they are those of gate_up_proj, down_proj: save it again$",
+        ),
+        ({**OUTER, **INNER}, {"target_parameters": BOTH[1:]}, "it has 2 .* those of down_proj: "),
+        (INNER, {"target_parameters": BOTH[:1]}, "it has 1 .* those of gate_up_proj: save it"),
+        (OUTER, {}, f"no weights for {MODULE}.lora_A.weight, {MODULE}.lora_B.weight: {TRAINED}$"),
+        (
+            {name.replace("mlp", "moe"): tensor for name, tensor in OUTER.items()},
+            {"target_parameters": ["down_proj"]},
+            f"no weights for {PREFIX}model.layers.0.moe.experts.lora_A.weight, ",
+        ),
+        (
+            OUTER,
+            {"target_parameters": ["down_proj"], "r": 2},
+            rf"{MODULE}.lora_B.weight and {MODULE}.lora_A.weight are for 8 experts, but this model "
+            f"has 4: {TRAINED}$",
+        ),
+        (
+            OUTER,
+            {"target_parameters": ["down_proj"], "rank_pattern": {"down_proj": 5}},
+            r"the factors of model.layers.0.mlp.experts.down_proj have shapes \[16, 48\] and "
+            r"\[64, 16\], but .* that their rank is 5, for each expert: save it again$",
+        ),
+        (
+            OUTER,
+            {"target_parameters": ["gate_up_proj"]},
+            rf"times {MODULE}.lora_A.weight has shape \[32, 48\], but model.layers.0.mlp.experts.0"
+            rf".gate_proj.weight of this model has \[48, 64\]: {TRAINED}$",
+        ),
+        (
+            {**OUTER, f"{MODULE}.lora_B.weight": torch.ones(65, 16)},
+            {"target_parameters": ["gate_up_proj"]},
+            "the change of model.layers.0.mlp.experts.gate_up_proj has 65 rows, not as many for "
+            f"gate as for up: {TRAINED}$",
+        ),
+        (
+            {**OUTER, f"{MODULE}.lora_magnitude_vector": torch.ones(64)},
+            {"target_parameters": ["down_proj"], "use_dora": True},
+            "`use_dora` is not supported for experts, got model.layers.0.mlp.experts.down_proj: "
+            f"{BY_PEFT}$",
+        ),
+        (
+            {f"{MODULE}.down_proj": torch.ones(4, 64, 48)},
+            {},
+            f"{MODULE}.down_proj replaces the matrices of all experts, which this checkpoint has "
+            f"one by one: {BY_PEFT}$",
+        ),
+    ],
+    ids=lambda _: "",
+)
+def test_experts_that_fit_nothing(
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    match: str,
+    mixture: Path,
+    tmp_path: Path,
+) -> None:
+    config = {"base_model_name_or_path": "our/base", **config}
+    adapter = save_adapter(tmp_path / "adapter", tensors, **config)
+    refuse(mixture, adapter, rf"^adapter {tmp_path}/adapter: .*{match}")
+
+
+@pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
+def test_experts_that_are_codes(parameter: str, tmp_path: Path) -> None:
+    """Stacked in MXFP4, and one by one in FP8."""
+    how = {"target_modules": [], "target_parameters": [f"experts.{parameter}"]}
+    packed, plain = mxfp4_checkpoints(tmp_path / "mxfp4")
+    refuse(
+        packed,
+        make_adapter(plain, tmp_path / "of gpt-oss", **how),
+        rf"it changes model\.layers\.0\.mlp\.experts\.{parameter}, whose values are codes in this "
+        r"checkpoint: load the model with transformers' `Mxfp4Config\(dequantize=True\)`, save it",
+    )
+    quantised, exact = fp8_checkpoints(tmp_path / "fp8", "blocks", "qwen3_moe")
+    refuse(
+        quantised,
+        make_adapter(exact, tmp_path / "of qwen3", **how),
+        rf"it changes model\.layers\.0\.mlp\.experts\.{parameter}, whose weights are codes in this "
+        "checkpoint: pass the original weights as `model`",
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
 from nanovllm.models import model_class
-from nanovllm.models.loader import load_model
+from nanovllm.models.loader import as_stored, load_model
 
 Q_0 = r"layers\.0\.self_attn\.q_proj"
 # Configurations of adapters, merged one after the other.
@@ -61,6 +62,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "lengths": [{"use_dora": True, "alpha_pattern": {"o_proj": 3}, "use_rslora": True}],
     "whole layers": [{"target_modules": ["k_proj"], "modules_to_save": ["norm", "up_proj"]}],
     "ends": [{"target_modules": ["embed_tokens", "lm_head"]}],
+    "lengths of ends": [{"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}],
     "whole ends": [
         {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
     ],
@@ -137,7 +139,7 @@ def loaded(
     path: Path, adapters: list[Adapter], rank: int = 0, size: int = 1, **options: Any
 ) -> dict[str, torch.Tensor]:
     """The parameters of a rank; NaN where they are not filled."""
-    config = ModelConfig.from_pretrained(str(path))
+    config = as_stored(ModelConfig.from_pretrained(str(path)), path)
     how = Build(torch.float32, False, Group(rank, size), TorchBackend(), 64)
     model = model_class(config.architecture)(config, how._replace(**options))
     for param in model.parameters():
@@ -323,29 +325,31 @@ def in_bfloat16(path: Path, out: Path) -> Path:
     return copy
 
 
+class Watched:
+    """A tensor of an adapter; counts the numbers that are read."""
+
+    def __init__(self, name: str, source: Source, read: Counter[str]) -> None:
+        self.name, self.source, self.read = name, source, read
+
+    def get_shape(self) -> list[int]:
+        return self.source.get_shape()
+
+    def get_dtype(self) -> str:
+        return self.source.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self.source[index]
+        self.read[self.name] += part.numel()
+        return part
+
+
 @pytest.mark.parametrize("case", ["all", "lengths", rare("ends")], indirect=True)
 @pytest.mark.parametrize("how", [{}, {"quantization": WHILE_LOADING}], ids=["plain", "fp8"])
 def test_a_rank_reads_its_part_only(case: Merged, how: dict[str, Any]) -> None:
     """Rows of B, columns of A; whole rows of W, and A, where the lengths of rows are needed."""
-    read: dict[str, int] = {}
-
-    class Watched:
-        def __init__(self, name: str, source: Source) -> None:
-            self.name, self.source = name, source
-
-        def get_shape(self) -> list[int]:
-            return self.source.get_shape()
-
-        def get_dtype(self) -> str:
-            return self.source.get_dtype()
-
-        def __getitem__(self, index: Any) -> torch.Tensor:
-            part = self.source[index]
-            read[self.name] = read.get(self.name, 0) + part.numel()
-            return part
-
+    read: Counter[str] = Counter()
     [adapter] = opened(case)
-    watched = {name: Watched(name, source) for name, source in adapter.tensors.items()}
+    watched = {name: Watched(name, source, read) for name, source in adapter.tensors.items()}
     needs_rows = adapter.config.use_dora or bool(how)
     for rank in range(2):
         read.clear()
