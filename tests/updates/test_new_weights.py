@@ -88,7 +88,7 @@ def test_codes_in_4_bits(way: str, tmp_path: Path) -> None:
     assert_weights_change(path, with_other_values(path, tmp_path / "other", "g_idx", "shape"))
 
 
-@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, rare({"data_parallel_size": 2})])
 def test_weights_of_other_processes(options: dict[str, int], paths: tuple[Path, Path]) -> None:
     assert_weights_change(*paths, **options)
 
@@ -143,7 +143,7 @@ for some in (names, names[:4], names[4:]):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"tensor_parallel_size": 2}, rare({"data_parallel_size": 2})]
+    "options", [{}, rare({"tensor_parallel_size": 2}), rare({"data_parallel_size": 2})]
 )
 def test_tensors_of_another_process(options: dict[str, int], paths: tuple[Path, Path]) -> None:
     with LLM(paths[1], **OPTIONS, **options) as fresh:
@@ -319,7 +319,7 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"tensor_parallel_size": 2}, rare({"data_parallel_size": 2})]
+    "options", [{}, rare({"tensor_parallel_size": 2}), rare({"data_parallel_size": 2})]
 )
 def test_a_failure_half_way_needs_a_complete_update(
     options: dict[str, int], paths: tuple[Path, Path]
