@@ -65,6 +65,11 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
         self._ranks.append(rank)
         self.total += value
 
+    def clear(self) -> None:
+        """Remove all places."""
+        del self._token_ids[:], self._values[:], self._ranks[:]
+        self.total = 0.0
+
     def append_nothing(self) -> None:
         """Add a place without log-probabilities: the first token of a prompt."""
         self.append([0] * (self._count + 1), [0.0] * (self._count + 1), 0)

@@ -31,8 +31,9 @@ class Piece:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes, self._device = num_bytes, device
         if device.type == "cpu":
-            # Physical pages come with the first use.
-            self._mapping = mmap.mmap(-1, max(num_bytes, 1))
+            # Physical pages come with the first use. Those of a shared mapping would never go.
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._mapping = mmap.mmap(-1, max(num_bytes, 1), flags=private)
             self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)[:num_bytes]
             self.is_there = True
             return

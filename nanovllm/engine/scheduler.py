@@ -292,6 +292,8 @@ class Scheduler:
         """All sequences begin again, and no block is cached: what they hold is of old weights."""
         while self.running:
             self._take_back(self.running[-1])
+        for seq in self.waiting:
+            seq.forget_prompt_logprobs()
         self.block_manager, self._refused = self.block_manager.fresh(), None
 
     def advance(self, scheduled: Iterable[ScheduledSequence]) -> None:

@@ -68,7 +68,7 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class Results:
-    """The results of a sequence beside its tokens, which `ExtraResults` alone writes.
+    """The results of a sequence beside its tokens, which `ExtraResults` writes.
 
     Attributes:
         logprobs: log-probabilities of its completion; None: not asked for.
@@ -188,9 +188,19 @@ class Sequence:
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether its prompt must be computed, whatever is in the prefix cache."""
+        return self._lacks_prompt_logprobs or self.pooling == "mean"
+
+    @property
+    def _lacks_prompt_logprobs(self) -> bool:
         given = self.results.prompt_logprobs
-        missing = given is not None and len(given) < self.num_prompt_tokens
-        return missing or self.pooling == "mean"
+        return given is not None and len(given) < self.num_prompt_tokens
+
+    def forget_prompt_logprobs(self) -> None:
+        """Forget those of a part of the prompt; the others will be of other weights."""
+        if self._lacks_prompt_logprobs:
+            assert self.results.prompt_logprobs is not None
+            self.results.prompt_logprobs.clear()
+            self.results.prompt_logprobs.append_nothing()
 
     @property
     def finish_reason(self) -> str | None:

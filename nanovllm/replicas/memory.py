@@ -1,11 +1,13 @@
 """`ReplicaMemory`: the memory of all replicas, which updates fill and sleep gives back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
 
 from nanovllm.adapters.adapter import Given
 from nanovllm.replicas.supervisor import Replicas
 from nanovllm.updates.ledger import Expected
-from nanovllm.updates.parcel import Named, Parcel, parcels
+from nanovllm.updates.parcel import HostMemory, Named, Parcel, parcels
 
 
 class ReplicaMemory:
@@ -23,18 +25,23 @@ class ReplicaMemory:
         """The tensors of the model."""
         return self._expected
 
-    def fill(self, tensors: Iterable[Named]) -> None:
+    def fill(self, tensors: Iterable[Named], begin: Callable[[], None]) -> None:
         """Fill the weights from tensors, which have the model's names.
 
         Raises:
             ValueError: naming one whose values contradict the model.
             WorkerError: if no replica is left.
         """
+        begin()
         for parcel, _ in parcels(tensors):
-            self.fill_parcel(parcel)
+            self._replicas.tell_all("fill_parcel", parcel)
 
-    def fill_parcel(self, parcel: Parcel) -> None:
+    def fill_parcel(self, parcel: Parcel, begin: Callable[[], None]) -> None:
         """Fill them from a parcel. Raises as `fill`, and RuntimeError if it cannot be opened."""
+        if isinstance(parcel.memory, HostMemory):  # a GPU's is opened by replicas alone
+            with parcel.opened(torch.device("cpu")):
+                pass
+        begin()
         self._replicas.tell_all("fill_parcel", parcel)
 
     def end_update(self) -> None:

@@ -120,7 +120,7 @@ class Replica(LLMEngine):
 
     def fill_parcel(self, parcel: Parcel) -> None:
         """Fill the weights from the tensors of another process."""
-        self._memory.fill_parcel(parcel)
+        self._memory.fill_parcel(parcel, lambda: None)
 
     def end_update(self) -> None:
         """Fill what comes last."""

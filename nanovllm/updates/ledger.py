@@ -54,14 +54,15 @@ class Ledger:
 
     Args:
         expected: tensors of the model.
+        come: names of those that have come.
     """
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: Expected, come: Iterable[str] = ()) -> None:
         self._expected = expected
-        self._come: set[str] = set()
+        self._come = set(come)
 
     def own_name(self, described: Described) -> str | None:
-        """The model's name of a tensor, which is counted as come; None if the model leaves it out.
+        """The model's name of a tensor; None if the model leaves it out.
 
         A tied model takes the LM head's tensor, too: the first of the two fills both.
 
@@ -82,18 +83,31 @@ class Ledger:
         wanted.check(described.name, described.shape, described.dtype, SOURCE)
         if name in self._come:
             raise ValueError(f"tensor {described.name} comes twice in one update")
-        self._come.add(name)
         return name
 
-    def own_names(self, tensors: Iterable[Described]) -> list[str | None]:
-        """The model's names of all tensors of an update, before any is written; see `own_name`.
+    def own_names(self, tensors: Iterable[Described], *, are_all: bool = False) -> list[str | None]:
+        """The model's names of tensors that are known before any of them is written.
+
+        Args:
+            tensors: tensors that come together.
+            are_all: whether no others come.
 
         Raises:
             ValueError: naming one that is wrong, or those that are missing.
         """
-        names = [self.own_name(described) for described in tensors]
-        self.check_complete()
+        trial = Ledger(self._expected, self._come)
+        names = []
+        for described in tensors:
+            name = trial.own_name(described)
+            names.append(name)
+            trial.book([name])
+        if are_all:
+            trial.check_complete()
         return names
+
+    def book(self, names: Iterable[str | None]) -> None:
+        """Count tensors as come, by the model's names."""
+        self._come.update(name for name in names if name is not None)
 
     @property
     def is_tied(self) -> bool:

@@ -2,7 +2,7 @@
 ranks are this process's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -46,12 +46,12 @@ class Memory(Protocol):
     def expected(self) -> Expected:
         """The tensors of the model."""
 
-    def fill(self, tensors: Iterable[Named]) -> None:
+    def fill(self, tensors: Iterable[Named], begin: Callable[[], None]) -> None:
         """Fill the weights from tensors, which have the model's names: of a list all at once, of
-        others each when it comes.
+        others each when it comes. `begin` is called before any of them is written.
         """
 
-    def fill_parcel(self, parcel: Parcel) -> None:
+    def fill_parcel(self, parcel: Parcel, begin: Callable[[], None]) -> None:
         """Fill the weights from another process's tensors."""
 
     def end_update(self) -> None:
@@ -96,35 +96,52 @@ class RankMemory:
         """The tensors of the model."""
         return self._weights.expected
 
-    def fill(self, tensors: Iterable[Named]) -> None:
+    def fill(self, tensors: Iterable[Named], begin: Callable[[], None]) -> None:
         """Fill the weights from tensors, which have the model's names.
+
+        Args:
+            tensors: tensors; of a list all are checked before any is written.
+            begin: function that is called in between.
 
         Raises:
             ValueError: naming one whose values contradict the model.
             WorkerError: if a worker has died.
         """
-        if self._size == 1:
-            for some in [tensors] if isinstance(tensors, list) else ([named] for named in tensors):
-                with without_modes():
-                    self._weights.check(some)
-                    self._weights.fill(some)
-            return
-        for parcel, own in parcels(tensors):
-            self._fill_all(parcel, own)
+        if isinstance(tensors, list):
+            self._check(tensors)
+        begin()
+        if self._size > 1:
+            for parcel, own in parcels(tensors):
+                self._check(own)
+                self._fill_all(parcel, own)
+        elif isinstance(tensors, list):
+            self._fill(tensors)
+        else:
+            for named in tensors:
+                self._check([named])
+                self._fill([named])
 
-    def fill_parcel(self, parcel: Parcel) -> None:
+    def fill_parcel(self, parcel: Parcel, begin: Callable[[], None]) -> None:
         """Fill them from another process's tensors. Raises as `fill`, and RuntimeError if the
         parcel cannot be opened.
         """
         with parcel.opened(self._runner.built.device) as own:
+            self._check(own)
+            begin()
             self._fill_all(parcel, own)
+
+    def _check(self, tensors: list[Named]) -> None:
+        with without_modes():
+            self._weights.check(tensors)
+
+    def _fill(self, tensors: list[Named]) -> None:
+        with without_modes():
+            self._weights.fill(tensors)
 
     def _fill_all(self, parcel: Parcel, own: list[Named]) -> None:
         """Fill all ranks' weights: this one's from `own`, its view of the parcel's tensors."""
-        with without_modes():
-            self._weights.check(own)
         with self._ranks.on_all_ranks("built.weights.fill_parcel", parcel):
-            self._weights.fill(own)
+            self._fill(own)
             self._weights.wait()
 
     def end_update(self) -> None:

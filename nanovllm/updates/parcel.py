@@ -98,6 +98,11 @@ class Parcel(NamedTuple):
         if isinstance(self.memory, HostMemory):
             yield list(self.views(_map(self.memory, self.num_bytes)))
             return
+        if device.type != "cuda":
+            raise RuntimeError(
+                "the tensors are on a GPU, and this engine computes without one: share tensors on "
+                "the CPU"
+            )
         with torch.cuda.device(device):
             address = driver.open_memory(self.memory.handle, NO_IPC)
             try:
@@ -114,6 +119,11 @@ def _map(memory: HostMemory, num_bytes: int) -> torch.Tensor:
         fd = os.open(path, os.O_RDONLY)
         if os.fstat(fd).st_ino != memory.inode:
             raise FileNotFoundError
+        if os.fstat(fd).st_size < num_bytes:
+            raise RuntimeError(
+                f"{path} has fewer than {num_bytes} bytes: the message is not that of the process "
+                "that shares the tensors"
+            )
         private = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)  # writable, for torch
     except OSError as error:
         raise RuntimeError(

@@ -7,13 +7,11 @@ from typing import Any, TypeAlias
 import torch
 
 from nanovllm.adapters.adapter import Given
-from nanovllm.checkpoint.names import EMBEDDING, HEAD
 from nanovllm.updates.hold import Hold, Version
 from nanovllm.updates.ledger import Ledger
 from nanovllm.updates.memory import Memory
 from nanovllm.updates.parcel import Named, Parcel, describe
 from nanovllm.updates.sleeping import WEIGHTS
-from nanovllm.updates.weights import check_tied
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -42,7 +40,6 @@ class WeightUpdates:
         self._num_updates = 0
         self._ledger: Ledger | None = None  # of the update that goes on
         self.has_started = False
-        self._ends: list[torch.Tensor] = []  # of a tied model, the embedding or head that has come
 
     def lose(self) -> None:
         """The weights have no values any more."""
@@ -58,22 +55,18 @@ class WeightUpdates:
                 self.add(tensors)
                 self.finish(version)
             return
-        named = list(named_tensors(tensors))
-        names = ledger.own_names(describe(name, tensor) for name, tensor in named)
-        own = [(name, tensor) for name, (_, tensor) in zip(names, named, strict=True) if name]
-        if ledger.is_tied:
-            check_tied(*(tensor for name, tensor in own if name in (EMBEDDING, HEAD)))
+        own = _own_tensors(tensors, ledger, are_all=True)
         with self._whole(ledger):
-            self._memory.fill(own)
+            self._memory.fill(own, lambda: ledger.book(name for name, _ in own))
             self.finish(version)
 
     def update_by(self, parcel: Parcel, version: Version | None) -> None:
         """A whole update by one parcel of another process."""
         _check_version(version)
         ledger = Ledger(self._memory.expected())
-        names = ledger.own_names(parcel.tensors)
+        names = ledger.own_names(parcel.tensors, are_all=True)
         with self._whole(ledger):
-            self._memory.fill_parcel(parcel.renamed(names))
+            self._memory.fill_parcel(parcel.renamed(names), lambda: ledger.book(names))
             self.finish(version)
 
     @contextmanager
@@ -96,15 +89,18 @@ class WeightUpdates:
         self.has_started = True
 
     def _begin(self, ledger: Ledger) -> None:
-        if self._hold[WEIGHTS] is not None:
-            raise RuntimeError('the weights have no memory: call wake_up(tags=["weights"]) first')
+        self._check_awake()
         self._hold.add(UPDATE, OPEN)
         self._memory.give_up_update()
         self._ledger = ledger
 
+    def _check_awake(self) -> None:
+        if self._hold[WEIGHTS] is not None:
+            raise RuntimeError('the weights have no memory: call wake_up(tags=["weights"]) first')
+
     def _end(self, reason: str | None = None) -> None:
         """No update goes on. The engine may, unless there is still a reason."""
-        self._ledger, self._ends, self.has_started = None, [], False
+        self._ledger, self.has_started = None, False
         if reason is None:
             self._hold.drop(UPDATE)
         else:
@@ -114,27 +110,18 @@ class WeightUpdates:
         """Write some of the tensors."""
         ledger = self._open_ledger()
         with self._failing(ledger):
-            self._memory.fill(self._booked(named_tensors(tensors), ledger))
-
-    def _booked(self, tensors: Iterable[Named], ledger: Ledger) -> Iterator[Named]:
-        """The tensors that fill something, by the model's names, each counted when it is asked
-        for.
-        """
-        for name, tensor in tensors:
-            own = ledger.own_name(describe(name, tensor))
-            if own is None:
-                continue
-            if ledger.is_tied and own in (EMBEDDING, HEAD):
-                self._ends.append(tensor)
-                check_tied(*self._ends)
-            yield own, tensor
+            if isinstance(tensors, (Mapping, Sequence)):
+                own = _own_tensors(tensors, ledger)
+                self._memory.fill(own, lambda: ledger.book(name for name, _ in own))
+            else:
+                self._memory.fill(_booked(named_tensors(tensors), ledger), lambda: None)
 
     def add_parcel(self, parcel: Parcel) -> None:
         """Write the tensors of another process's parcel."""
         ledger = self._open_ledger()
         with self._failing(ledger):
-            own = [ledger.own_name(described) for described in parcel.tensors]
-            self._memory.fill_parcel(parcel.renamed(own))
+            names = ledger.own_names(parcel.tensors)
+            self._memory.fill_parcel(parcel.renamed(names), lambda: ledger.book(names))
 
     def reload(self, adapters: Sequence[Given], name: str) -> None:
         """Fill the weights from the checkpoint again.
@@ -170,6 +157,7 @@ class WeightUpdates:
     def _open_ledger(self) -> Ledger:
         if self._ledger is None:
             raise RuntimeError("no update of the weights has begun: call start_weight_update()")
+        self._check_awake()
         return self._ledger
 
     @contextmanager
@@ -196,6 +184,25 @@ def _check_version(version: object) -> None:
         raise TypeError(f"`version` must be a number or a string, got {version!r}")
 
 
+def _own_tensors(tensors: Tensors, ledger: Ledger, *, are_all: bool = False) -> list[Named]:
+    """Tensors that are all there, by the model's names, without those that it leaves out."""
+    named = list(named_tensors(tensors))
+    described = [describe(name, tensor) for name, tensor in named]
+    names = ledger.own_names(described, are_all=are_all)
+    return [
+        (name, tensor) for name, (_, tensor) in zip(names, named, strict=True) if name is not None
+    ]
+
+
+def _booked(tensors: Iterable[Named], ledger: Ledger) -> Iterator[Named]:
+    """The tensors that fill something, by the model's names, each counted when it is asked for."""
+    for name, tensor in tensors:
+        own = ledger.own_name(describe(name, tensor))
+        if own is not None:
+            ledger.book([own])
+            yield own, tensor
+
+
 def named_tensors(tensors: Any) -> Iterator[Named]:
     """The tensors of an update with their names, detached. TypeError for what is neither."""
     for item in tensors.items() if isinstance(tensors, Mapping) else tensors:
@@ -212,4 +219,6 @@ def named_tensors(tensors: Any) -> Iterator[Named]:
                 "`tensors` must be pairs of a name and a torch.Tensor, got "
                 f"{name!r} and {type(tensor).__name__}"
             )
+        if tensor.is_meta:
+            raise ValueError(f"tensor {name} has no values: it is on the device meta")
         yield name, tensor.detach()

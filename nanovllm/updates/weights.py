@@ -21,6 +21,11 @@ from nanovllm.updates.ledger import Expected
 from nanovllm.updates.parcel import Named, Parcel
 from nanovllm.utils.device import computing_on, wait_for_device
 
+NOT_TIED = (
+    f"{HEAD} differs from {EMBEDDING}, but the model ties them: save its checkpoint with "
+    "`tie_word_embeddings` false, and build the engine from that"
+)
+
 
 class Weights:
     """The weights of a model.
@@ -38,6 +43,7 @@ class Weights:
         self._model, self._device = model, device
         self._directory, self._is_part = directory, is_part
         self._last: dict[str, torch.Tensor] = {}
+        self._tied_end: str | None = None  # of a tied model, the embedding or head that has come
 
     @cached_property
     def _shards(self) -> dict[str, Shard]:
@@ -71,17 +77,29 @@ class Weights:
             for name, tensor in tensors:
                 self._shard(name).check(name, TensorSource(tensor))
             if HEAD not in self._shards and HEAD in found and EMBEDDING in found:
-                check_tied(found[HEAD], found[EMBEDDING])
+                head, embedding = found[HEAD], found[EMBEDDING]
+                if not torch.equal(embedding, head.to(embedding.device, embedding.dtype)):
+                    raise ValueError(NOT_TIED)
 
     def fill(self, tensors: list[Named]) -> None:
         """Fill what tensors fill: whole ones, on any device, by the model's names."""
         with computing_on(self._device):
             for name, tensor in tensors:
-                shard = self._shard(name)
-                if shard.comes_last:
+                shard, source = self._shard(name), TensorSource(tensor)
+                if self._is_second_end(name):
+                    if not shard.holds(source):
+                        raise ValueError(NOT_TIED)
+                elif shard.comes_last:
                     self._last[name] = tensor.clone()
                 else:
-                    shard.fill(TensorSource(tensor))
+                    shard.fill(source)
+
+    def _is_second_end(self, name: str) -> bool:
+        """Whether a tensor fills what another has filled: a tied embedding and its head."""
+        if HEAD in self._shards or name not in (EMBEDDING, HEAD):
+            return False
+        before, self._tied_end = self._tied_end, name
+        return before is not None
 
     def fill_parcel(self, parcel: Parcel) -> None:
         """Fill what the tensors of another process's parcel fill, which have the model's names."""
@@ -107,6 +125,7 @@ class Weights:
             for name, tensor in self._last.items():
                 self._shards[name].fill(TensorSource(tensor))
         self._last.clear()
+        self._tied_end = None
         self.wait()
 
     def wait(self) -> None:
@@ -117,14 +136,6 @@ class Weights:
     def give_up(self) -> None:
         """Forget what an update that has failed has left half done."""
         self._last.clear()
+        self._tied_end = None
         for origin in self._origins:
             origin.drop()
-
-
-def check_tied(*ends: torch.Tensor) -> None:
-    """Refuse an embedding and an LM head that differ, for a model that ties them."""
-    if any(not torch.equal(ends[0], end.to(ends[0].device, ends[0].dtype)) for end in ends[1:]):
-        raise ValueError(
-            f"{HEAD} differs from {EMBEDDING}, but the model ties them: save its checkpoint with "
-            "`tie_word_embeddings` false, and build the engine from that"
-        )

@@ -22,7 +22,7 @@ from new_weights import PARAMS, PROMPTS, assert_weights_change, results, with_ot
 from safetensors.torch import load_file, save_file
 
 from checkpoints import SMALL, greedy, make_checkpoint, rare, tokens
-from nanovllm import LLM, AsyncLLM, share_weights
+from nanovllm import LLM, AsyncLLM, SamplingParams, share_weights
 from nanovllm.layers.weights import onednn
 
 OPTIONS = {**SMALL, "num_kvcache_blocks": 64}
@@ -191,13 +191,21 @@ def test_messages_that_are_none(paths: tuple[Path, Path]) -> None:
         ):
             with pytest.raises(ValueError, match=error):
                 llm.update_weights_ipc({**message, **changes})
+        for changes, error in (
+            ({"memory": {"handle": "00" * 64}}, "share tensors on the CPU"),
+            ({"num_bytes": 2 * message["num_bytes"]}, "has fewer than"),
+            ({"memory": {**message["memory"], "inode": 1}}, "must not have ended the sharing"),
+        ):
+            with pytest.raises(RuntimeError, match=error):
+                llm.update_weights_ipc({**message, **changes})
+            assert results(llm) == before, "nothing has been written"
         with pytest.raises(TypeError, match=r"what share_weights\(\) has given"):
             llm.update_weights_ipc({"names": []})
         llm.reset_prefix_cache()
         assert results(llm) == before and llm.weight_version == 0
     for refused, error in (
         ({}, "got no tensors"),
-        ({"a": torch.empty(1, device="meta"), "b": torch.empty(1)}, "got cpu, meta"),
+        ({"a": torch.empty(1, device="meta")}, "tensor a has no values: it is on the device meta"),
     ):
         with pytest.raises(ValueError, match=error), share_weights(refused):
             pass
@@ -253,6 +261,30 @@ def test_requests_that_run_go_on_by_the_new_weights(
     assert num_by_both > 0
 
 
+def test_prompt_logprobs_are_of_one_version(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights change when a part of the prompt has been computed."""
+    monkeypatch.setattr(LLM, "_begins_again", True)  # as in `AsyncLLM`
+    prompt = random.Random(3).choices(range(128), k=100)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
+    options = {**OPTIONS, "max_num_batched_tokens": 32}
+    with LLM(paths[1], **options) as fresh:
+        [wanted] = fresh.generate([prompt], params, use_tqdm=False)
+    with LLM(paths[0], **options) as llm:
+        llm.add_request(prompt, params)
+        llm.step()
+        llm.step()
+        assert 0 < llm.scheduler.running[0].num_computed_tokens < 100
+        llm.update_weights(tensors_of(paths[1]))
+        outputs: list[Any] = []
+        while not outputs:
+            outputs = llm.step()
+    [output] = outputs
+    assert output.prompt_logprobs == wanted.prompt_logprobs
+    assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
+
+
 def test_async_holds_between_the_calls_of_an_update(paths: tuple[Path, Path]) -> None:
     async def run() -> None:
         async with AsyncLLM(paths[0], **OPTIONS) as llm:
@@ -293,6 +325,7 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
             ),
             (new | {NORM: new[NORM].long()}, f"{NORM} is I64, but the model implies F64 or F32"),
             ([*new.items(), (NORM, new[NORM])], f"{NORM} comes twice in one update"),
+            (new | {NORM: new[NORM].to("meta")}, f"{NORM} has no values: it is on the device meta"),
             (
                 iter(({"x": new[NORM]}).items()),
                 "the model has no tensor x: pass the tensors by the",
@@ -368,10 +401,52 @@ def test_a_tied_head_may_come_or_not(size: int, tmp_path: Path) -> None:
             llm.update_weights(tensors)
             assert results(llm) == wanted
             llm.update_weights(old)
+        llm.update_weights(new)
         for tensors in (new | {head: old[embedding]}, iter((new | {head: old[embedding]}).items())):
+            assert results(llm) == wanted, "of a dictionary nothing is written"
             with pytest.raises(ValueError, match="save its checkpoint with `tie_word_embeddings`"):
                 llm.update_weights(tensors)
         llm.update_weights(new)
+        assert results(llm) == wanted
+
+
+def test_a_tied_head_in_another_call_than_its_embedding(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True)
+    old, new = tensors_of(path), tensors_of(with_other_values(path, tmp_path / "other"))
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    rest = {name: tensor for name, tensor in new.items() if name != embedding}
+    with LLM(tmp_path / "other", **OPTIONS) as fresh:
+        wanted = results(fresh)
+    with LLM(path, **OPTIONS, enable_sleep_mode=True) as llm:
+        for forget in (llm.start_weight_update, partial(llm.sleep, level=2)):
+            llm.start_weight_update()
+            llm.update_weights([(embedding, old[embedding])])
+            forget()
+            llm.wake_up()
+            if not llm._updates.has_started:
+                llm.start_weight_update()
+            bucket = new[embedding].clone()
+            llm.update_weights([(embedding, bucket)])
+            bucket.zero_()  # the caller uses it again
+            llm.update_weights([(head, new[embedding])])
+            llm.update_weights(rest)
+            llm.finish_weight_update()
+            assert results(llm) == wanted
+        llm.start_weight_update()
+        with share_weights({embedding: new[embedding]}) as message:
+            llm.update_weights_ipc(message)
+        differs = pytest.raises(ValueError, match="save its checkpoint with `tie_word_embeddings`")
+        with share_weights({head: old[embedding]}) as message, differs:
+            llm.update_weights_ipc(message)
+        llm.update_weights(new)
+        llm.start_weight_update()
+        llm.sleep()
+        for use in (lambda: llm.update_weights(new), llm.finish_weight_update):
+            with pytest.raises(RuntimeError, match=r'call wake_up\(tags=\["weights"\]\) first'):
+                use()
+        llm.wake_up()
+        llm.update_weights(new)
+        llm.finish_weight_update()
         assert results(llm) == wanted
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from checkpoints import SMALL, greedy, make_checkpoint, rare
 from nanovllm import LLM, AsyncLLM
+from nanovllm.device_memory.pieces import Piece
 from nanovllm.layers.weights import onednn
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "enable_sleep_mode": True}
@@ -100,6 +101,17 @@ def test_memory_goes_and_comes(tmp_path: Path) -> None:
         assert resident() > awake - 0.2 * cached
         llm.sleep(level=2)
         assert awake - resident() > 0.8 * (cached + size)
+
+
+def test_a_piece_that_was_given_back_is_empty() -> None:
+    """The pages of a shared mapping would keep what was in them, beyond what a process seems to
+    take.
+    """
+    piece = Piece(1 << 22, torch.device("cpu"))
+    piece.bytes.fill_(7)
+    piece.give_back()
+    piece.take()
+    assert not piece.bytes.any()
 
 
 @pytest.mark.slow  # half a minute

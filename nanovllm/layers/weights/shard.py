@@ -132,6 +132,10 @@ class Shard:
         """Fill the target from `source`, a slice of safetensors."""
         self.put(self.read(source))
 
+    def holds(self, source: Any) -> bool:
+        """Whether the target has the values of `source`."""
+        return torch.equal(self.target, self.read(source).to(self.target.device, self.target.dtype))
+
     def put(self, numbers: torch.Tensor) -> None:
         """Fill the target with values of its shape."""
         self.target.copy_(numbers)
