@@ -10,6 +10,7 @@ from torch import nn
 from nanovllm.checkpoint.model_config import ExpertConfig, ModelConfig
 from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.distributed.bulk import Scattered
+from nanovllm.distributed.group import sum_in_order
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
 from nanovllm.layers.linear import LinearBase, make_weight
@@ -133,7 +134,8 @@ class Experts(Layer):
             return sum_over_ranks(out, group)
         if group.size == 1 or group.can_exchange(x):  # the norm that follows sums
             return out
-        return sum_over_ranks(out.sum(0, dtype=torch.float32).to(x.dtype), group)
+        whole = sum_in_order(out) if self.build.invariant else out.sum(0, dtype=torch.float32)
+        return sum_over_ranks(whole.to(x.dtype), group)
 
     def multiply(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -151,9 +153,10 @@ class Experts(Layer):
         """
         if not self.build.fused:
             return self._by_expert(x, experts, weights)
-        from nanovllm.kernels.experts.gated_experts import gated_experts
+        from nanovllm.kernels.experts.gated_experts import gated_experts, invariant_experts
 
-        return gated_experts(x, self._weights(), experts, weights)
+        multiply = invariant_experts if self.build.invariant else gated_experts
+        return multiply(x, self._weights(), experts, weights)
 
     def _weights(self) -> "ExpertWeights":
         from nanovllm.kernels.experts.weights import ExpertWeights

@@ -9,6 +9,7 @@ import torch
 from nanovllm.layers.embed_head import vocab_span
 from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
 from nanovllm.sampling.controls import MAX_COUNT, NO_FILTERS, Controls
+from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.device import runs_kernels, upload, upload_beside
 
 
@@ -36,10 +37,11 @@ class ControlledSampler:
     Args:
         vocab_size: vocabulary size V.
         num_slots: number of slots in the table of counts.
+        invariant: whether kernels compute a row alike, whatever the controls of others.
     """
 
-    def __init__(self, vocab_size: int, num_slots: int) -> None:
-        self.vocab_size, self.num_slots = vocab_size, num_slots
+    def __init__(self, vocab_size: int, num_slots: int, invariant: bool = False) -> None:
+        self.vocab_size, self.num_slots, self.invariant = vocab_size, num_slots, invariant
         # [num_slots, V] int16: count of each token in the completion, its sign bit set if the
         # token is in the prompt.
         self.counts: torch.Tensor | None = None
@@ -96,13 +98,14 @@ class ControlledSampler:
         )
         masks = upload_beside(logits.device, controls.masks)
         span, (temperatures, keys, positions, slots) = vocab_span(self.vocab_size), metadata
-        weighs = span == kernels.SPAN and not controls.has_filters
+        filters = controls.has_filters or self.invariant
+        weighs = span == kernels.SPAN and not filters
         x, tops, weights = kernels.process(
             logits, slots, masks, mask_rows, starts, edit_tokens, biases, penalties,
             counts, temperatures if weighs else None,
         )  # fmt: skip
         least = None
-        if controls.has_filters:
+        if filters:
             least = thresholds(x, tops, temperatures, top_k, top_p, min_p)
         tokens, _ = sample(
             x, temperatures, keys, positions, slots, last_tokens, span,
@@ -183,3 +186,16 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -
     ids = torch.cat([tokens.long().unsqueeze(1), top], dim=1)
     ranks = (x > x.gather(1, ids[:, :1])).sum(1).to(torch.int32) + 1
     return Logprobs(ids.to(torch.int32), raw.log_softmax(-1).gather(1, ids), ranks)
+
+
+def invariant_logprobs_of(
+    logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int
+) -> Logprobs:
+    """`logprobs_of`, of at least `num_logprobs`, each row alike, whatever other rows want."""
+    most = min(MAX_LOGPROBS, logits.shape[1])
+    assert num_logprobs <= most, "all that anybody may want"
+    if runs_kernels(logits):
+        return logprobs_of(logits, tokens, most)
+    rows = zip(logits.split(1), tokens.split(1), strict=True)
+    parts = [logprobs_of(row.clone(), token, most) for row, token in rows]
+    return Logprobs(*map(torch.cat, zip(*parts, strict=True)))

@@ -16,7 +16,12 @@ from nanovllm.engine.step_inputs import Computed
 from nanovllm.engine.step_layout import sampling_arrays
 from nanovllm.layers.embed_head import gather_vocab
 from nanovllm.layers.sampler import SamplingMetadata
-from nanovllm.sampling.controlled_sampler import ControlledSampler, Logprobs, logprobs_of
+from nanovllm.sampling.controlled_sampler import (
+    ControlledSampler,
+    Logprobs,
+    invariant_logprobs_of,
+    logprobs_of,
+)
 from nanovllm.sampling.controls import Controls
 from nanovllm.sampling.extra_results import ExtraResults
 from nanovllm.sampling.pooling import Pooling
@@ -37,6 +42,7 @@ class Extras:
         max_num_seqs: maximum number of sequences that run at once.
         group: ranks of the model.
         last_tokens: [max_num_seqs + 1] int32, see `Step`.
+        invariant: whether a row's results have the same bits whatever other rows there are.
 
     Attributes:
         max_bytes: most bytes of device memory that these results of one step may need.
@@ -49,11 +55,13 @@ class Extras:
         max_num_seqs: int,
         group: Group,
         last_tokens: torch.Tensor,
+        invariant: bool = False,
     ) -> None:
         self._vocab_size, self._group, self._last_tokens = vocab_size, group, last_tokens
-        self.prompt_logprobs = PromptLogprobs(compute_logits, vocab_size, group)
-        self._pooling = Pooling()
-        self.sampler = ControlledSampler(vocab_size, max_num_seqs + 1)
+        self._invariant = invariant
+        self.prompt_logprobs = PromptLogprobs(compute_logits, vocab_size, group, invariant)
+        self._pooling = Pooling(invariant)
+        self.sampler = ControlledSampler(vocab_size, max_num_seqs + 1, invariant)
         self.max_bytes = BYTES * max_num_seqs * vocab_size
 
     def compute(
@@ -105,12 +113,14 @@ class Extras:
             tokens = self._group.broadcast(torch.empty_like(metadata.slots))
             self._last_tokens.index_copy_(0, metadata.slots.long(), tokens)
         else:
-            if controls.draws:
+            if controls.draws or self._invariant:
                 tokens = self.sampler(logits, metadata, controls, self._last_tokens)
             else:
                 tokens = plain.clamp(min=0)
             most = min(int(controls.num_logprobs.max()), self._vocab_size)
-            logprobs = None if most < 0 else logprobs_of(logits, tokens, most)
+            if most >= 0:
+                find = invariant_logprobs_of if self._invariant else logprobs_of
+                logprobs = find(logits, tokens, most)
             self._group.broadcast(tokens)
         tokens = torch.where(plain < 0, plain, tokens)
         computed.tokens.index_copy_(0, rows.long(), tokens)

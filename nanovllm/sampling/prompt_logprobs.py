@@ -8,7 +8,7 @@ import torch
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.embed_head import gather_vocab
-from nanovllm.sampling.controlled_sampler import Logprobs, logprobs_of
+from nanovllm.sampling.controlled_sampler import Logprobs, invariant_logprobs_of, logprobs_of
 from nanovllm.utils.device import upload
 
 ROWS = 256  # of prompts, whose logits are computed at once
@@ -21,6 +21,7 @@ class PromptLogprobs:
         compute_logits: LM head of the model: [B, M] -> [B, len(vocab)].
         vocab_size: vocabulary size V.
         group: ranks of the model.
+        invariant: whether a row's results have the same bits whatever other rows there are.
     """
 
     def __init__(
@@ -28,7 +29,9 @@ class PromptLogprobs:
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         vocab_size: int,
         group: Group,
+        invariant: bool = False,
     ) -> None:
+        self._logprobs_of = invariant_logprobs_of if invariant else logprobs_of
         self._compute_logits, self._vocab_size, self._group = compute_logits, vocab_size, group
 
     def compute(self, plan: StepPlan, hidden: torch.Tensor) -> Logprobs | None:
@@ -58,5 +61,5 @@ class PromptLogprobs:
             logits = self._compute_logits(hidden.index_select(0, index))
             logits = gather_vocab(logits, self._vocab_size, self._group)
             if self._group.rank == 0:
-                parts.append(logprobs_of(logits, drawn, most))
+                parts.append(self._logprobs_of(logits, drawn, most))
         return Logprobs(*map(torch.cat, zip(*parts, strict=True))) if parts else None

@@ -39,6 +39,12 @@ class Kernels(Protocol):
         self, out: torch.Tensor, x: Any, weight: Any, bias: torch.Tensor | None
     ) -> None: ...
 
+    def has_one_tile(self, weight: Any) -> bool: ...
+
+    def by_one_tile(
+        self, x: Any, weight: Any, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
 
 class QuantizedWeight(Weight):
     """A `Weight` in few bits.
@@ -61,9 +67,17 @@ class QuantizedWeight(Weight):
         """The whole matrix."""
         raise NotImplementedError
 
+    def use(self, kernels: Kernels) -> bool:
+        """Multiply by these kernels, unless they are to have one tile for any number of rows, and
+        have none for this matrix. Returns whether it does.
+        """
+        if not self.invariant or kernels.has_one_tile(self.codes):
+            self.kernels = kernels
+        return self.kernels is not None
+
     def plain(self) -> PlainWeight:
         """The dequantised weight."""
-        return PlainWeight(self.codes.numbers(self.dtype), self.fused)
+        return PlainWeight(self.codes.numbers(self.dtype), self.fused, self.invariant)
 
     def product(
         self,
@@ -73,6 +87,9 @@ class QuantizedWeight(Weight):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.kernels is not None, NO_KERNELS
+        if self.invariant:
+            found = self.kernels.by_one_tile(x, self.codes, self.dtype, bias)
+            return found if out is None else out.copy_(found)
         if out is None:
             return self.kernels.linear(x, self.codes, self.dtype, bias, partial)
         self.kernels.multiply_into(out, x, self.codes, bias)
