@@ -1,21 +1,53 @@
-"""A step's tokens one by one: the metadata of a step for each.
+"""`OneByOne`: a model that computes the tokens of a step one after another.
 
-PyTorch's products, sums and attention depend on the shapes of their inputs, and so on what else is
-in a step. Those of a step of one token depend on its position alone (`Build.one_by_one`).
+The results of PyTorch's products, sums and attention depend on the shapes of their inputs, and so
+on what else is in a step. Those of a step of one token depend on the tokens before it alone.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
 
 from nanovllm.engine.plan import FACTS
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import Context, get_context, use_context
+
+if TYPE_CHECKING:
+    from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 
-def single_tokens(context: Context) -> Iterator[Context]:
-    """The metadata of the decodes of a step, and of each token of its prompts as a decode, in the
-    order of rows.
+class OneByOne:
+    """The forward pass of a model for `Build.one_by_one`.
+
+    Args:
+        model: the model.
     """
+
+    def __init__(self, model: "Qwen3ForCausalLM") -> None:
+        self._model = model
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Compute hidden states [T, M] from input_ids and positions, both [T] int32; only the rows
+        [n, M] of `Context.kept_rows`, if it is set.
+        """
+        context, rows = get_context(), []
+        for row, own in enumerate(_single_tokens(context)):
+            with use_context(own):
+                token = slice(row, row + 1)
+                rows.append(self._model(input_ids[token], positions[token]))
+        hidden = torch.cat(rows)
+        return hidden if context.kept_rows is None else hidden.index_select(0, context.kept_rows)
+
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the columns of this rank, [n, M] -> [n, V]; `out` is not used."""
+        # Copies: a library's product may depend on where in memory its input begins.
+        return torch.cat([self._model.compute_logits(row.clone()) for row in hidden.split(1)])
+
+
+def _single_tokens(context: Context) -> Iterator[Context]:
+    """The metadata of each token of a step as a decode, in the order of rows."""
     n = context.num_decodes
     for row in range(n):
         yield _single(context, row, row, None)

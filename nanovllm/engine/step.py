@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from nanovllm.engine.single_tokens import single_tokens
+from nanovllm.engine.single_tokens import OneByOne
 from nanovllm.engine.step_inputs import Computed, StepInputs, fill_in
 from nanovllm.layers.base import Build
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.context import Context, use_context
+from nanovllm.utils.context import use_context
 
 if TYPE_CHECKING:
     from nanovllm.compiling.compiler import Compiler
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from nanovllm.engine.plan import SlotTable
     from nanovllm.graphs.step_graphs import StepGraphs
     from nanovllm.sampling.extras import Extras
+
+Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of a model
+ComputeLogits: TypeAlias = Callable[..., torch.Tensor]  # `Qwen3ForCausalLM.compute_logits`
 
 
 class Step:
@@ -35,6 +39,7 @@ class Step:
 
     Attributes:
         model: the model, as given.
+        compute_logits: its LM head: [n, M] -> [n, V of this rank], see `ParallelLMHead.forward`.
         last_tokens: [max_num_seqs + 1] int32, each running sequence's last sampled token, by slot;
             row 0 is for padding.
         logits: [max_num_seqs, V of this rank], on a GPU those of the last step, outside of graphs.
@@ -49,7 +54,12 @@ class Step:
         device: torch.device,
     ) -> None:
         self.model, self._group = model, build.group
-        self._max_model_len, self._one_by_one = build.max_model_len, build.one_by_one
+        self._compute: Compute = model
+        self.compute_logits: ComputeLogits = model.compute_logits
+        if build.one_by_one:
+            self._compute = OneByOne(model)
+            self.compute_logits = self._compute.compute_logits
+        self._max_model_len = build.max_model_len
         self.sampler = Sampler(vocab_size, build.group)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         self.logits: torch.Tensor | None = None
@@ -66,7 +76,8 @@ class Step:
             assert context.slots is not None
             decode_slots = context.slots[: context.num_decodes]
             input_ids = fill_in(input_ids, decode_slots, self.last_tokens)
-        hidden = states = self._hidden(input_ids, inputs.positions, context)
+        with use_context(context):
+            hidden = states = self._compute(input_ids, inputs.positions)
         if rows is not None and context.kept_rows is None:
             states = hidden.index_select(0, rows)
         n = len(states)
@@ -76,30 +87,6 @@ class Step:
         logits = self.compute_logits(states, out)
         tokens = self.sampler(logits, inputs.sampling, self.last_tokens)
         return Computed(tokens, logits, hidden)
-
-    def _hidden(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context
-    ) -> torch.Tensor:
-        """The hidden states of a step: [T, M], or [n, M] of the rows that are kept."""
-        if not self._one_by_one:
-            with use_context(context):
-                return self.model(input_ids, positions)
-        parts = []
-        for row, own in enumerate(single_tokens(context)):
-            with use_context(own):
-                token = slice(row, row + 1)
-                parts.append(self.model(input_ids[token], positions[token]))
-        hidden = torch.cat(parts)
-        return hidden if context.kept_rows is None else hidden.index_select(0, context.kept_rows)
-
-    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of the columns of this rank, [n, M] -> [n, V], in `out` if that is given and rows
-        need not be computed one by one.
-        """
-        if not self._one_by_one:
-            return self.model.compute_logits(hidden, out)
-        # Copies: a library's product may depend on where in memory its input begins.
-        return torch.cat([self.model.compute_logits(row.clone()) for row in hidden.split(1)])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""The ways in which an engine may come to a token, and the bits that it has for it then."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from checkpoints import outputs_of
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.scheduling.admission import LengthEstimator
+from nanovllm.utils.integers import cdiv
+
+# Tokens, and the log-probabilities of each place: of the completion, and of the prompt.
+Bits = tuple[list[int], list[Any]]
+
+
+class Workload:
+    """Prompts of random tokens, with parameters that want different things.
+
+    Args:
+        seed: seed of the tokens.
+        lengths: numbers of tokens of the prompts.
+        max_tokens: tokens of each completion.
+        vocab_size: number of tokens.
+        shared: tokens with which all prompts begin.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        lengths: Sequence[int],
+        max_tokens: int,
+        vocab_size: int = 128,
+        shared: int = 0,
+    ) -> None:
+        print(f"seed {seed}")
+        rng = random.Random(seed)
+        first = [rng.randrange(vocab_size) for _ in range(shared)]
+        rest = [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
+        self.prompts, self.max_tokens = [first + own for own in rest], max_tokens
+
+    def params(self, i: int, **options: Any) -> SamplingParams:
+        """The parameters of the i-th prompt, which wants 0 to 3 of the most likely tokens."""
+        own = {"temperature": 0.8, "seed": 100 * i, "logprobs": i % 4} | options
+        return SamplingParams(max_tokens=self.max_tokens, ignore_eos=True, **own)
+
+    def all_params(self, **options: Any) -> list[SamplingParams]:
+        """The parameters of all prompts."""
+        return [self.params(i, **options) for i in range(len(self.prompts))]
+
+
+def bits(output: RequestOutput, i: int = 0) -> Bits:
+    """The tokens and log-probabilities of the i-th completion."""
+    completion = output.outputs[i]
+    assert completion.logprobs is not None
+    return completion.token_ids, [_numbers(place) for place in completion.logprobs]
+
+
+def prompt_bits(output: RequestOutput) -> list[Any]:
+    """The log-probabilities of the prompt."""
+    assert output.prompt_logprobs is not None
+    return [_numbers(place) for place in output.prompt_logprobs]
+
+
+def _numbers(place: Any) -> Any:
+    return None if place is None else {token: (p.logprob, p.rank) for token, p in place.items()}
+
+
+def differences(
+    path: Any, work: Workload, options: dict[str, Any], ways: dict[str, dict[str, Any]]
+) -> list[str]:
+    """The ways in which any bit differs from that of the same request alone, each with options of
+    its own: "batch" (two completions of each prompt), "chunks", "preempted", "hits". Each does what
+    it is for.
+    """
+    with LLM(path, **{**options, **ways["batch"], "enable_prefix_caching": False}) as llm:
+
+        def alone(i: int, **own: Any) -> RequestOutput:
+            [output] = outputs_of(llm, [work.prompts[i]], [work.params(i, **own)])
+            return output
+
+        count = range(len(work.prompts))
+        first = [alone(i, prompt_logprobs=2) for i in count]
+        seconds = [bits(alone(i, seed=100 * i + 1)) for i in count]
+    wanted, of_prompts = [*map(bits, first)], [*map(prompt_bits, first)]
+    wrong = []
+    for way, given in ways.items():
+        own = dict(given)
+        more: dict[str, Any] = {} if way == "hits" else {"prompt_logprobs": 2}
+        if way == "batch":
+            more["n"] = 2
+        if way == "preempted":  # room for all prompts and their first tokens
+            room = sum(cdiv(len(prompt) + 1, options["kvcache_block_size"]) for prompt in work.prompts)
+            own = {"num_kvcache_blocks": room, "enable_prefix_caching": False} | own
+        with LLM(path, **{**options, **own}) as llm, pytest.MonkeyPatch.context() as patch:
+            if way == "preempted":
+                patch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+            for _ in range(2 if way == "hits" else 1):
+                outputs = outputs_of(llm, work.prompts, work.all_params(**more))
+            metrics = llm.metrics()
+        assert metrics["num_preemptions"] > 0 or way != "preempted", "the way is pointless"
+        assert metrics["num_cached_tokens"] > 0 or way != "hits", "the way is pointless"
+        same = [*map(bits, outputs)] == wanted
+        if way != "hits":
+            same = same and [*map(prompt_bits, outputs)] == of_prompts
+        if way == "batch":
+            same = same and [bits(output, 1) for output in outputs] == seconds
+        if not same:
+            wrong.append(way)
+    return wrong

@@ -1,0 +1,173 @@
+"""`batch_invariant`: a token's log-probability has the same bits whatever else is in its step.
+
+On a CPU, in plain PyTorch; the kernels' part is in tests/kernels/test_invariant_kernels.py.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fp8_checkpoints
+import int4_checkpoints
+import pytest
+import torch
+from invariance import Workload, differences
+
+from checkpoints import SMALL, make_checkpoint, outputs_of, rare
+from nanovllm import LLM
+
+DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,  # the last attends
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "initializer_range": 0.15,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "gemma 2": ("gemma2", {"sliding_window": 20, "head_dim": 32}),
+    "gemma 3": ("gemma3_text", {"sliding_window": 20, "head_dim": 32, "num_hidden_layers": 6}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "sliding_window": 20,
+            "head_dim": 32,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "olmo 2": ("olmo2", {}),
+    "qwen3 moe": ("qwen3_moe", EXPERTS),
+    "qwen3.5": ("qwen3_5_text", DELTA_NET),
+    "qwen3.5 moe": (
+        "qwen3_5_moe_text",
+        {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48},
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "conv_L_cache": 3,
+            "block_multiple_of": 32,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+        },
+    ),
+}
+SELDOM = {"gemma 3", "olmo 2", "qwen3.5 moe"}
+OPTIONS: dict[str, Any] = {
+    **SMALL,
+    "batch_invariant": True,
+    "num_kvcache_blocks": 64,
+    "max_model_len": 256,
+}
+# Chunks end within blocks, tiles and the chunks of the delta rule.
+WAYS: dict[str, dict[str, Any]] = {
+    "batch": {"max_num_batched_tokens": 512},
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
+    "preempted": {"max_num_batched_tokens": 37},
+    "hits": {"max_num_batched_tokens": 45},
+}
+LENGTHS = (1, 14, 46)
+SEED = 20260
+
+
+def work(lengths: tuple[int, ...] = LENGTHS, shared: int = 17, **options: Any) -> Workload:
+    return Workload(SEED, lengths, max_tokens=9, shared=shared, **options)
+
+
+@pytest.mark.parametrize("name", [rare(name) if name in SELDOM else name for name in CHECKPOINTS])
+def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
+    family, shape = CHECKPOINTS[name]
+    path = make_checkpoint(tmp_path / "model", family, **shape)
+    # Layers with a state begin at a snapshot behind 64 tokens.
+    shared = 64 if "linear_num_key_heads" in shape or "conv_L_cache" in shape else 17
+    ways = WAYS
+    if name == "gemma 3":  # most of its layers give back what their window has left
+        ways = WAYS | {"preempted": WAYS["preempted"] | {"num_kvcache_blocks": 6}}
+    assert differences(path, work(shared=shared), OPTIONS, ways) == []
+
+
+@pytest.mark.parametrize("way", ["fp8 rows", rare("fp8 blocks"), "int4"])
+def test_bits_of_codes_that_become_numbers(way: str, tmp_path: Path) -> None:
+    """On a CPU they do after loading."""
+    kind, _, scales = way.partition(" ")
+    if kind == "fp8":
+        path, _ = fp8_checkpoints.checkpoints(tmp_path, scales)
+    else:
+        path, _ = int4_checkpoints.checkpoints(tmp_path, "gptq", head_dim=32)
+    assert differences(path, work(), OPTIONS, WAYS) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "fp8"},
+        rare({"dtype": "bfloat16"}),
+        rare({"fused_kernels": False}),
+        rare({"attention_backend": "triton"}),
+        rare({"overlap": True, "mixed_steps": False}),
+    ],
+    ids=str,
+)
+def test_bits_with_other_options(options: dict[str, Any], checkpoint: Path) -> None:
+    assert differences(checkpoint, work(), OPTIONS | options, WAYS) == []
+
+
+@pytest.fixture
+def threads_of_torch(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [1, rare(2)])
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.usefixtures("threads_of_torch")
+def test_without_it_bits_differ(invariant: bool, num_threads: int, tmp_path: Path) -> None:
+    """Large enough for oneDNN's packed weights, and for threads that divide a product."""
+    shape = {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 512}
+    path = make_checkpoint(tmp_path / "model", num_key_value_heads=1, **shape)
+    options = OPTIONS | {"batch_invariant": invariant}
+    wrong = differences(path, work((9, 2), vocab_size=512), options, WAYS)
+    print(wrong)
+    assert (wrong == []) == invariant
+
+
+@pytest.mark.usefixtures("threads")
+def test_ranks_agree_with_themselves(checkpoint: Path) -> None:
+    """With one rank, bits are others: each of two has half of the sums."""
+    assert differences(checkpoint, work(), OPTIONS | {"tensor_parallel_size": 2}, WAYS) == []
+
+
+def test_means_do_not_depend_on_chunks(checkpoint: Path) -> None:
+    prompts = work().prompts
+    found = []
+    for own in (WAYS["batch"], WAYS["chunks"]):
+        with LLM(checkpoint, **{**OPTIONS, **own}) as llm:
+            found.append([each.outputs.embedding for each in llm.embed(prompts, "mean")])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("controls", [{"top_p": 0.9}, {"min_p": 0.1, "logit_bias": {5: 2.0}}])
+def test_draws_with_controls_do_not_depend_on_others(
+    controls: dict[str, Any], checkpoint: Path
+) -> None:
+    own = work()
+    mixed = [own.params(i, **controls) if i % 2 else own.params(i) for i in range(len(LENGTHS))]
+    with LLM(checkpoint, **OPTIONS) as llm:
+        beside = outputs_of(llm, own.prompts, mixed)
+        single = [outputs_of(llm, [own.prompts[i]], [mixed[i]])[0] for i in range(len(LENGTHS))]
+    assert [each["token_ids"] for each in beside] == [each["token_ids"] for each in single]
+    assert [each.outputs[0].logprobs[:] for each in beside] == [
+        each.outputs[0].logprobs[:] for each in single
+    ]
+
+
+def test_flash_attention_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="`attention_backend` must be .* with `batch_invariant`"):
+        LLM(checkpoint, **OPTIONS, attention_backend="flash_attn")
