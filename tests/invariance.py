@@ -91,7 +91,9 @@ def differences(
         if way == "batch":
             more["n"] = 2
         if way == "preempted":  # room for all prompts and their first tokens
-            room = sum(cdiv(len(prompt) + 1, options["kvcache_block_size"]) for prompt in work.prompts)
+            room = sum(
+                cdiv(len(prompt) + 1, options["kvcache_block_size"]) for prompt in work.prompts
+            )
             own = {"num_kvcache_blocks": room, "enable_prefix_caching": False} | own
         with LLM(path, **{**options, **own}) as llm, pytest.MonkeyPatch.context() as patch:
             if way == "preempted":
