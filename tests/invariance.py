@@ -1,7 +1,7 @@
 """The ways in which an engine may come to a token, and the bits that it has for it then."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,48 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.utils.integers import cdiv
 
+DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,  # the last attends
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "initializer_range": 0.15,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+# Families whose operations differ, and shapes of theirs for `make_checkpoint`.
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "gemma 2": ("gemma2", {"sliding_window": 20, "head_dim": 32}),
+    "gemma 3": ("gemma3_text", {"sliding_window": 20, "head_dim": 32, "num_hidden_layers": 6}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "sliding_window": 20,
+            "head_dim": 32,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "olmo 2": ("olmo2", {}),
+    "qwen3 moe": ("qwen3_moe", EXPERTS),
+    "qwen3.5": ("qwen3_5_text", DELTA_NET),
+    "qwen3.5 moe": (
+        "qwen3_5_moe_text",
+        {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48},
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "conv_L_cache": 3,
+            "block_multiple_of": 32,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+        },
+    ),
+}
 # Tokens, and the log-probabilities of each place: of the completion, and of the prompt.
 Bits = tuple[list[int], list[Any]]
 
@@ -68,7 +110,11 @@ def _numbers(place: Any) -> Any:
 
 
 def differences(
-    path: Any, work: Workload, options: dict[str, Any], ways: dict[str, dict[str, Any]]
+    path: Any,
+    work: Workload,
+    options: dict[str, Any],
+    ways: dict[str, dict[str, Any]],
+    generate: Callable[[LLM, Any, Any], list[RequestOutput]] = outputs_of,
 ) -> list[str]:
     """The ways in which any bit differs from that of the same request alone, each with options of
     its own: "batch" (two completions of each prompt), "chunks", "preempted", "hits". Each does what
@@ -77,7 +123,7 @@ def differences(
     with LLM(path, **{**options, **ways["batch"], "enable_prefix_caching": False}) as llm:
 
         def alone(i: int, **own: Any) -> RequestOutput:
-            [output] = outputs_of(llm, [work.prompts[i]], [work.params(i, **own)])
+            [output] = generate(llm, [work.prompts[i]], [work.params(i, **own)])
             return output
 
         count = range(len(work.prompts))
@@ -99,7 +145,7 @@ def differences(
             if way == "preempted":
                 patch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
             for _ in range(2 if way == "hits" else 1):
-                outputs = outputs_of(llm, work.prompts, work.all_params(**more))
+                outputs = generate(llm, work.prompts, work.all_params(**more))
             metrics = llm.metrics()
         assert metrics["num_preemptions"] > 0 or way != "preempted", "the way is pointless"
         assert metrics["num_cached_tokens"] > 0 or way != "hits", "the way is pointless"

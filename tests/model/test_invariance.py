@@ -11,52 +11,11 @@ import fp8_checkpoints
 import int4_checkpoints
 import pytest
 import torch
-from invariance import Workload, differences
+from invariance import CHECKPOINTS, Workload, differences
 
 from checkpoints import SMALL, make_checkpoint, outputs_of, rare
 from nanovllm import LLM
 
-DELTA_NET: dict[str, Any] = {
-    "num_hidden_layers": 4,  # the last attends
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-    "initializer_range": 0.15,
-}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
-CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("qwen3", {}),
-    "gemma 2": ("gemma2", {"sliding_window": 20, "head_dim": 32}),
-    "gemma 3": ("gemma3_text", {"sliding_window": 20, "head_dim": 32, "num_hidden_layers": 6}),
-    "gpt-oss": (
-        "gpt_oss",
-        {
-            "sliding_window": 20,
-            "head_dim": 32,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-        },
-    ),
-    "olmo 2": ("olmo2", {}),
-    "qwen3 moe": ("qwen3_moe", EXPERTS),
-    "qwen3.5": ("qwen3_5_text", DELTA_NET),
-    "qwen3.5 moe": (
-        "qwen3_5_moe_text",
-        {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48},
-    ),
-    "lfm2": (
-        "lfm2",
-        {
-            "conv_L_cache": 3,
-            "block_multiple_of": 32,
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "full_attention", "conv", "conv"],
-        },
-    ),
-}
 SELDOM = {"gemma 3", "olmo 2", "qwen3.5 moe"}
 OPTIONS: dict[str, Any] = {
     **SMALL,
