@@ -297,7 +297,7 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
     yield options | {"shape": "8B", "architecture": "Qwen2ForCausalLM"}
     for sparse in ("Qwen3MoeForCausalLM", "GptOssForCausalLM"):
         yield options | {"shape": "0.6B", "architecture": sparse}
-    for architecture, kind in (("Qwen3_5", "linear_attention"), ("Lfm2", "conv")):
+    for architecture, kind in (("Lfm2", "conv"), ("Qwen3_5", "linear_attention")):
         config = {"layer_types": [kind, "full_attention"], "conv_L_cache": 3}
         of_states = {"architecture": f"{architecture}ForCausalLM", "config": config}
         yield options | {"shape": "0.6B"} | of_states
@@ -316,7 +316,13 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
         config = {"quantization_config": found}
         yield options | {"shape": "0.6B", "architecture": sparse, "config": config}
     yield options | {"shape": "0.6B", "config": {"quantization_config": in_int8("channel")}}
+    alike = options | {"shape": "0.6B", "batch_invariant": True}
+    for head_dim in (64, 128, 256):
+        yield alike | {"head_dim": head_dim, "kvcache_block_size": 16}
+    for more in (of_states, {"architecture": sparse, "config": config}):
+        yield alike | more
     if card in CONVERT_FP8:
+        yield alike | {"quantization": "fp8", "kv_cache_dtype": "fp8"}
         for head_dim in (32, 80, 128, 256):
             yield options | {"shape": "0.6B", "head_dim": head_dim, "kv_cache_dtype": "fp8"}
         # Long enough for keys to be gathered.
