@@ -14,7 +14,7 @@ from nanovllm.engine.step_inputs import Computed, StepInputs, fill_in
 from nanovllm.layers.base import Build
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.context import use_context
+from nanovllm.utils.context import decodes_as_prompts, use_context
 
 if TYPE_CHECKING:
     from nanovllm.compiling.compiler import Compiler
@@ -54,6 +54,7 @@ class Step:
         device: torch.device,
     ) -> None:
         self.model, self._group = model, build.group
+        self._invariant = build.invariant
         self._compute: Compute = model
         self.compute_logits: ComputeLogits = model.compute_logits
         if build.one_by_one:
@@ -76,6 +77,8 @@ class Step:
             assert context.slots is not None
             decode_slots = context.slots[: context.num_decodes]
             input_ids = fill_in(input_ids, decode_slots, self.last_tokens)
+            if self._invariant:  # before the embedding: later kernels may read them early
+                decodes_as_prompts(context)
         with use_context(context):
             hidden = states = self._compute(input_ids, inputs.positions)
         if rows is not None and context.kept_rows is None:

@@ -101,8 +101,8 @@ class Context:
 
 
 def decodes_as_prompts(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step's decodes as prompts of one token: their `cu_seqlens_q` and `cu_seqlens_k`. The first
-    layer of a step finds them for all.
+    """A step's decodes as prompts of one token: their `cu_seqlens_q` and `cu_seqlens_k`, found once
+    for all layers.
     """
     key = "decodes as prompts"
     if key not in context.shared:
