@@ -200,6 +200,7 @@ def _weight(num_rows: int, num_cols: int, facts: ExpertConfig, build: Build) -> 
         return Mxfp4Weight(num_rows, num_cols, build.dtype, build.fused)
     if facts.packed and build.quantization != WHILE_LOADING:
         build = build._replace(quantization=None)
+    build = build._replace(batch_invariant=False)  # whose one tile fits not every size; theirs do
     weight = make_weight(num_rows, num_cols, facts.modules(build.path), build)
     if isinstance(weight, Fp8Weight) and weight.act_block is None:
         weight.kernels = None  # our kernels for experts accept codes only where tensor cores do

@@ -20,6 +20,9 @@ from test_other_gpus import run
 from checkpoints import SMALL, make_checkpoint, rare
 from nanovllm.attention.invariant_backend import InvariantBackend
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import WHILE_LOADING
+from nanovllm.distributed.group import Group
 from nanovllm.kernels.activation import quantized_act_and_mul
 from nanovllm.kernels.attention.aligned import aligned_attention
 from nanovllm.kernels.attention.rope import qk_norm_rope_store
@@ -34,6 +37,7 @@ from nanovllm.kernels.recurrent import delta_tokens, short_conv
 from nanovllm.kernels.recurrent.delta_prompt import chunks_of
 from nanovllm.kernels.sampling.logprobs import logprobs
 from nanovllm.layers.base import Build
+from nanovllm.models import model_class
 from nanovllm.startup import build as choices
 from nanovllm.startup import builder
 from nanovllm.tensors.delta_net import DeltaNet, DeltaState
@@ -321,6 +325,18 @@ def test_experts(name: str) -> None:
     assert_alike(compute, x, logits, dim=1)
 
 
+def test_experts_keep_codes_that_have_no_tile_elsewhere(tmp_path: Path) -> None:
+    """The tiles of experts fit any size, unlike the one tile of a linear layer."""
+    shape = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    path = make_checkpoint(tmp_path / "model", "qwen3_moe", hidden_size=80, **shape)
+    config = ModelConfig.from_pretrained(str(path))
+    build = Build(HALF, True, Group(), TritonBackend(), 64, quantization=WHILE_LOADING)
+    model = model_class(config.architecture)(config, build._replace(batch_invariant=True))
+    layer = model.model.layers[0]
+    assert not layer.self_attn.qkv_proj.weight.has_kernels
+    assert layer.mlp.experts.gate_up.has_kernels and layer.mlp.experts.down.has_kernels
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_gated_delta_net(dtype: torch.dtype) -> None:
     """Tokens in chunks of any lengths, and one by one; states have the same bits, too."""
@@ -477,6 +493,14 @@ ENGINES: dict[str, dict[str, Any]] = {
 # Kernels that have variants for numbers of rows: one sorts integers, the other multiplies single
 # numbers, of some rows or of all.
 HARMLESS = {"_sort_kernel", "_gate_heads_kernel"}
+
+
+@pytest.mark.slow
+def test_norms_that_are_divided_over_gpus_are_refused(tmp_path: Path) -> None:
+    job = {"kind": "engine", "shape": "0.6B", "head_dim": 128, "dtype": "bfloat16"}
+    job |= {"architecture": "Olmo2ForCausalLM", "batch_invariant": True, "tensor_parallel_size": 2}
+    with pytest.raises(AssertionError, match="norms over the heads of several GPUs"):
+        run("9.0", [job], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["fp8", *(rare(name) for name in ENGINES if name != "fp8")])
