@@ -184,6 +184,14 @@ KINDS: dict[str, Callable[[Job], Callable[[], object]]] = {
     "log-probabilities": controlled(logprobs=0),
     "log-probabilities of 5 more": controlled(logprobs=5),
     "log-probabilities of 20 more": controlled(logprobs=20),
+    "log-probabilities at temperature": controlled(
+        logprobs=0, logprobs_mode="temperature_logprobs"
+    ),
+    "log-probabilities of what is drawn from": controlled(
+        logprobs=5, top_p=0.9, logprobs_mode="processed_logprobs"
+    ),
+    "sampling masks": controlled(top_k=50, return_sampling_mask=True),
+    "labels": controlled(logprob_token_ids=[3, 4]),
     "all controls": controlled(
         top_k=50,
         top_p=0.9,

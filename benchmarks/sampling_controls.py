@@ -37,7 +37,14 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "penalties": {
         "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5
     },
+    "logprobs=0": {"logprobs": 0},
+    "logprobs=0, at temperature": {"logprobs": 0, "logprobs_mode": "temperature_logprobs"},
+    "logprobs=0, processed": {
+        "logprobs": 0, "logprobs_mode": "processed_logprobs", "top_k": 50
+    },
     "logprobs=5": {"logprobs": 5},
+    "sampling mask": {"return_sampling_mask": True, "top_k": 50},
+    "labels": {"logprob_token_ids": [3, 4]},
     "logit_bias": {"logit_bias": {7: 2.0, 11: -3.0}},
     "all of these": {
         "top_k": 50, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1,
@@ -126,7 +133,7 @@ def main() -> None:
         median = statistics.median(rates)
         cost = base / median - 1
         print(
-            f"{name:22s} {median:8.0f} tok/s  ({min(rates):.0f}-{max(rates):.0f})  "
+            f"{name:26s} {median:8.0f} tok/s  ({min(rates):.0f}-{max(rates):.0f})  "
             f"{100 * cost:+5.1f} % of time",
             flush=True,
         )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.ranks.processes import WorkerError
     from nanovllm.requests.inputs import TextPrompt, TokensPrompt
+    from nanovllm.updates.sharing import share_weights
 
 __version__ = "0.1.0"
 # Directory of a checkpoint of 0.9 million parameters, a part of the package: for first steps and
@@ -56,6 +57,7 @@ __all__ = [
     "TokenLogprobs",
     "TokensPrompt",
     "WorkerError",
+    "share_weights",
 ]
 
 REPLACED = {  # names of vLLM
@@ -71,6 +73,7 @@ LAZY = {
     "TextPrompt": "nanovllm.requests.inputs",
     "TokensPrompt": "nanovllm.requests.inputs",
     "WorkerError": "nanovllm.ranks.processes",
+    "share_weights": "nanovllm.updates.sharing",
 }
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

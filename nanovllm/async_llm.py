@@ -5,12 +5,13 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from typing_extensions import Self, Unpack
 
 from nanovllm.config import FOREIGN_ARGUMENTS, Options, takes_options
@@ -19,6 +20,8 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.requests.news import AllNews, News
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
+from nanovllm.updates.hold import Version
+from nanovllm.updates.updating import Tensors
 from nanovllm.utils.fair_lock import FairLock
 from nanovllm.utils.options import takes_foreign
 
@@ -47,6 +50,7 @@ class AsyncLLM:
     @takes_options
     def __init__(self, model: str | Path, **options: Unpack[Options]) -> None:
         llm = LLM(model, **options)
+        llm._begins_again = True
         self._shown = repr(llm)
         self._tokenizer = llm.get_tokenizer()
         self._default_params = llm.get_default_sampling_params()
@@ -119,6 +123,62 @@ class AsyncLLM:
         """The metrics, see `LLM.metrics`."""
         return await self._call(LLM.metrics)
 
+    # -- weights that change --------------------------------------------------------------------
+
+    async def update_weights(self, tensors: Tensors, *, version: Version | None = None) -> None:
+        """Replace all weights, see `LLM.update_weights`. Requests that run meanwhile lose their
+        place in the KV cache, and go on by the new weights, which compute all their tokens so far
+        again.
+        """
+        _wait_for_writers()
+        await self._call(lambda llm: llm.update_weights(tensors, version=version))
+
+    async def update_weights_ipc(
+        self, message: Mapping[str, Any], *, version: Version | None = None
+    ) -> None:
+        """The same by another process's tensors, see `LLM.update_weights_ipc`."""
+        await self._call(lambda llm: llm.update_weights_ipc(message, version=version))
+
+    async def start_weight_update(self) -> None:
+        """Begin an update of several calls, see `LLM.start_weight_update`. Until it ends nothing is
+        computed, and new requests are refused.
+        """
+        await self._call(LLM.start_weight_update)
+
+    async def finish_weight_update(self, weight_version: Version | None = None) -> None:
+        """End an update of several calls, see `LLM.finish_weight_update`."""
+        await self._call(lambda llm: llm.finish_weight_update(weight_version))
+
+    async def load_adapter(
+        self, adapter: str | Path | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Merge a LoRA adapter into the checkpoint's weights, see `LLM.load_adapter`. Requests that
+        run go on by the new weights.
+        """
+        await self._call(lambda llm: llm.load_adapter(adapter))
+
+    async def unload_adapter(self) -> None:
+        """Go back to the checkpoint's own weights, see `LLM.unload_adapter`."""
+        await self._call(LLM.unload_adapter)
+
+    async def get_weight_version(self) -> Version:
+        """The version of the weights, see `LLM.weight_version`."""
+        return await self._call(LLM.get_weight_version)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the GPU's memory back, see `LLM.sleep`. Requests that run wait, and are computed
+        again.
+        """
+        await self._call(lambda llm: llm.sleep(level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take it again, see `LLM.wake_up`."""
+        await self._call(lambda llm: llm.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or KV cache have no memory."""
+        return await self._call(LLM.is_sleeping)
+
     @asynccontextmanager
     async def trace(self, path: str | Path = DEFAULT_PATH) -> AsyncGenerator[None, None]:
         """Record a timeline, see `LLM.trace`: `async with llm.trace(path)`."""
@@ -188,6 +248,12 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.exit)
+
+
+def _wait_for_writers() -> None:
+    """Wait for this thread's work on the GPU: the engine's thread does not know of it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
 
 
 class _Mailbox:
@@ -307,7 +373,8 @@ def _serve(llm: LLM, commands: "queue.SimpleQueue[Command]") -> None:
     with llm:
         while True:
             try:
-                command = commands.get(block=llm.is_closed or llm.is_finished())
+                waits = llm.is_closed or llm.core.is_held or llm.is_finished()
+                command = commands.get(block=waits)
             except queue.Empty:
                 command = _Jobs.step
             if command is None:

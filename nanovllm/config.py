@@ -3,14 +3,14 @@
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from typing_extensions import TypedDict
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import LOGPROBS_MODES, SamplingParams, check_logprobs_mode
 from nanovllm.utils.checks import (
     check_bool,
     check_choice,
@@ -31,7 +31,10 @@ QUANTIZATIONS = ("fp8", "awq", "gptq", "compressed-tensors", "auto-round")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 NO_CODE = "leave it out: code from a checkpoint is never run"
-NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
+NO_LORA = (
+    "LLM(model, adapter=path) merges a LoRA adapter into the weights; several in one batch are not "
+    "supported"
+)
 ONE_TOKENIZER = "the tokenizer is read from the model's directory"
 TEXT_ONLY = "prompts are text or token ids"
 FOREIGN_OPTIONS: Foreign = {
@@ -65,18 +68,16 @@ FOREIGN_OPTIONS: Foreign = {
     ),
     "enable_expert_parallel": (only(False), "experts are tensor-parallel"),
     "enable_lora": (only(None, False), NO_LORA),
+    "fully_sharded_loras": (only(False), NO_LORA),
+    "lora_dtype": (only("auto"), NO_LORA),
+    "lora_target_modules": (only(None), NO_LORA),
     "enable_prompt_embeds": (only(False), TEXT_ONLY),
-    "enable_sleep_mode": (only(False), "exit() frees the memory"),
     "guided_decoding_backend": (only(None, "auto"), "llguidance is the only backend"),
     "hf_overrides": (only(None, {}), "edit the checkpoint's config.json"),
     "hf_token": (only(None, False, True), "set HF_TOKEN in the environment"),
     "kv_transfer_config": (only(None), "leave it out: each engine computes its own prompts"),
     "limit_mm_per_prompt": (only(None, {}), TEXT_ONLY),
     "logits_processors": (only(None, []), "SamplingParams has logit_bias and structured_outputs"),
-    "logprobs_mode": (
-        only("raw_logprobs"),
-        "log-probabilities are the model's own",
-    ),
     "max_logprobs": (only(None, *range(21)), "the maximum is 20"),
     **dict.fromkeys(("max_cpu_loras", "max_lora_rank", "max_loras"), (is_number_or_none, NO_LORA)),
     "max_seq_len_to_capture": (is_number_or_none, "CUDA graphs serve any sequence length"),
@@ -101,6 +102,7 @@ FOREIGN_OPTIONS: Foreign = {
     "tokenizer_revision": (only(None), "pass revision"),
     "trust_remote_code": (only(False), NO_CODE),
     "use_tqdm_on_load": (only(True), "set TQDM_DISABLE=1 in the environment to turn bars off"),
+    "weight_transfer_config": (only(None), "pass tensors to update_weights()"),
 }
 # Keyword arguments of `generate` and `chat` in vLLM.
 FOREIGN_ARGUMENTS: Foreign = {
@@ -124,6 +126,7 @@ class Options(TypedDict, total=False):
     tensor_parallel_size: int
     data_parallel_size: int
     disable_custom_all_reduce: bool
+    enable_sleep_mode: bool
     enforce_eager: bool
     kvcache_block_size: int
     num_kvcache_blocks: int
@@ -141,8 +144,10 @@ class Options(TypedDict, total=False):
     overlap: bool | None
     load_format: str
     generation_config: str
+    logprobs_mode: str
     seed: int
     revision: str | None
+    adapter: str | Path | Sequence[str | Path] | None
     trace: bool | str | Path
 
 
@@ -165,6 +170,8 @@ class Config:
             (on a CPU: a process, with its part of the threads) and all other options for itself.
             Requests are divided among them.
         disable_custom_all_reduce: sum over GPUs by NCCL always, never inside our kernels.
+        enable_sleep_mode: let `LLM.sleep` give the memory back while the engine stays (weights and
+            KV cache are then in memory of their own, at fixed addresses).
         enforce_eager: do not capture CUDA graphs.
         kvcache_block_size: tokens per KV block, a power of two from 16.
         num_kvcache_blocks: number of KV blocks, of all layers; -1 derives it from memory.
@@ -200,8 +207,14 @@ class Config:
             ones for the shapes in config.json (for benchmarks).
         generation_config: "auto" reads default sampling parameters from the checkpoint's
             generation_config.json; "vllm" does not.
+        logprobs_mode: distribution of log-probabilities for requests that name none:
+            "raw_logprobs", "temperature_logprobs" or "processed_logprobs" (see `SamplingParams`).
+            `score` and `beam_search` always take the first.
         seed: seed of sampling (and of dummy weights).
         revision: branch, tag or commit of a model on the hub; None: its main branch.
+        adapter: directory of a LoRA adapter that peft has saved, or its name on the hub, or a list
+            of these: they are merged into the weights while these are loaded, one after the other
+            (docs/adapters.md).
         trace: record the engine's work from its start to its end in this file, for viewers of
             traces and `nanovllm report` (docs/timeline.md). True: in trace.json. An earlier trace
             is overwritten, another file refused.
@@ -215,6 +228,7 @@ class Config:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     disable_custom_all_reduce: bool = False
+    enable_sleep_mode: bool = False
     enforce_eager: bool = False
     kvcache_block_size: int = 256
     num_kvcache_blocks: int = -1
@@ -232,8 +246,10 @@ class Config:
     overlap: bool | None = None
     load_format: str = "auto"
     generation_config: str = "auto"
+    logprobs_mode: str = LOGPROBS_MODES[0]
     seed: int = 0
     revision: str | None = None
+    adapter: str | Path | Sequence[str | Path] | None = None
     trace: bool | str | Path = False
 
     def __post_init__(self) -> None:
@@ -247,6 +263,7 @@ class Config:
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
         check_int("data_parallel_size", self.data_parallel_size, 1, 64)
         check_bool("disable_custom_all_reduce", self.disable_custom_all_reduce)
+        check_bool("enable_sleep_mode", self.enable_sleep_mode)
         check_bool("enforce_eager", self.enforce_eager)
         check_int("kvcache_block_size", self.kvcache_block_size, 16)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
@@ -263,9 +280,11 @@ class Config:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
+        check_logprobs_mode(self.logprobs_mode)
         check_int("seed", self.seed, 0, 2**64 - 1)
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"`revision` must be a string, got {self.revision!r}")
+        self._read_adapter()
         if isinstance(self.trace, os.PathLike):
             object.__setattr__(self, "trace", os.fspath(self.trace))
         if self.trace == "" or not isinstance(self.trace, (bool, str)):
@@ -295,6 +314,31 @@ class Config:
                 "`attention_backend` must be 'auto', 'triton' or 'torch' with `batch_invariant`, "
                 "got 'flash_attn', which divides keys by what else is in the batch"
             )
+
+    def _read_adapter(self) -> None:
+        """Make one path or several a tuple of strings."""
+        given: Any = self.adapter
+        paths = [given] if isinstance(given, (str, os.PathLike)) else given
+        if paths is not None:
+            if not isinstance(paths, (list, tuple)) or not all(
+                isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths
+            ):
+                raise TypeError(
+                    "`adapter` must be the directory of a PEFT adapter, its name on the hub, or a "
+                    f"list of these, got {given!r}"
+                )
+            object.__setattr__(self, "adapter", tuple(map(os.fspath, paths)) or None)
+        if self.adapter is not None and self.load_format == "dummy":
+            raise ValueError(
+                "`adapter` changes the weights of a checkpoint, which load_format='dummy' does not "
+                "read: leave one of them out"
+            )
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters to merge, in their order."""
+        paths: Any = self.adapter
+        return paths or ()
 
     def longest(self, limit: int) -> int:
         """The length of the longest sequence in tokens, for a model with `limit` positions."""

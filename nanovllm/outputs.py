@@ -13,45 +13,57 @@ MAX_PLACES = 4  # places of TokenLogprobs shown in a repr
 
 @record
 class Logprob(Record):
-    """The log-probability of a token at its place, by the model alone.
+    """The log-probability of a token at its place, by the model alone or another
+    `SamplingParams.logprobs_mode`.
 
     Attributes:
-        logprob: natural logarithm of its probability.
-        rank: rank among all tokens; 1 for the most likely token.
+        logprob: natural logarithm of its probability; -inf for one that could not come.
+        rank: rank among all tokens; 1 for the most likely token. None for a label
+            (`SamplingParams.logprob_token_ids`), unless it is the drawn token.
         decoded_token: text of the token, with its leading space; None without a tokenizer or
             `detokenize`.
     """
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str | None
 
 
 class TokenLogprobs(Sequence[dict[int, Logprob]]):
     """Log-probabilities for each token of a text, as a dictionary by token id: the token itself
-    first, then the most likely ones.
+    first, then the most likely ones that have a probability, or labels.
 
     Reads like a list of dictionaries (None for the first token of a prompt), but holds arrays of
     numbers and makes a dictionary when it is asked for: hundreds of thousands of objects would slow
     down every run.
 
     Args:
-        count: number of most likely tokens at each place.
+        count: number of most likely tokens, or of labels, at each place.
         text: function that returns the text of a token, None if there is none.
+        of_labels: whether these are labels, which have no ranks.
     """
 
-    def __init__(self, count: int, text: Callable[[int], str | None]) -> None:
-        self._count, self._text = count, text
+    def __init__(
+        self, count: int, text: Callable[[int], str | None], *, of_labels: bool = False
+    ) -> None:
+        self._count, self._text, self._of_labels = count, text, of_labels
         self._token_ids, self._values = array("q"), array("d")  # 1 + count for each place
         self._ranks = array("q")
         self.total = 0.0  # sum over the tokens themselves
 
     def append(self, token_ids: list[int], values: list[float], rank: int) -> None:
-        """Add a place: the token and at least `count` most likely ones, and the token's rank."""
+        """Add a place: the token, at least `count` others, and the token's rank."""
         self._token_ids.extend(token_ids[: self._count + 1])
         self._values.extend(values[: self._count + 1])
         self._ranks.append(rank)
         self.total += values[0]
+
+    def append_token(self, token_id: int, value: float, rank: int) -> None:
+        """Add a place with the token alone; `count` is 0. As `append`, in less time."""
+        self._token_ids.append(token_id)
+        self._values.append(value)
+        self._ranks.append(rank)
+        self.total += value
 
     def append_nothing(self) -> None:
         """Add a place without log-probabilities: the first token of a prompt."""
@@ -72,12 +84,14 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
         start = range(len(self))[index] * (self._count + 1)
         if not self._ranks[index]:
             return None
-        ranks = [self._ranks[index], *range(1, self._count + 1)]
+        others = range(1, self._count + 1)
+        ranks = [self._ranks[index], *([None] * self._count if self._of_labels else others)]
         found: dict[int, Logprob] = {}
         for i, rank in enumerate(ranks, start):
-            token = self._token_ids[i]
-            if token not in found:  # the drawn one may be among the most likely
-                found[token] = Logprob(self._values[i], rank, self._text(token))
+            token, value = self._token_ids[i], self._values[i]
+            could_come = value != -math.inf or i == start or self._of_labels
+            if could_come and token not in found:  # the drawn one may be among the most likely
+                found[token] = Logprob(value, rank, self._text(token))
         return found
 
     def __eq__(self, other: object) -> bool:
@@ -103,9 +117,12 @@ class CompletionOutput(Record):
             `max_tokens` or where the model's context or the KV pool ends, "error" where the model
             computes NaN, with the tokens before that; None while it goes on (`LLM.stream`).
         stop_reason: stop string or id in `stop_token_ids` that ended it; else None.
-        logprobs: log-probabilities of the drawn and the most likely tokens at each place, by token
-            id, if asked for.
+        logprobs: log-probabilities of the drawn and the most likely tokens at each place, or of
+            labels, by token id, if asked for.
         cumulative_logprob: sum of log-probabilities over the drawn tokens, if asked for.
+        sampling_mask: tokens that could have been drawn at each place, as a sorted list of ids,
+            if asked for (`SamplingParams.return_sampling_mask`); None for a place where any token
+            of the vocabulary could. In "processed_logprobs" these are the ones with a probability.
     """
 
     index: int
@@ -115,6 +132,7 @@ class CompletionOutput(Record):
     stop_reason: int | str | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    sampling_mask: Sequence[list[int] | None] | None = None
 
     def finished(self) -> bool:
         """Whether the completion has ended."""
@@ -250,6 +268,8 @@ class RequestOutput(Row):
         metrics: times of the request, once it has ended with a result; else None.
         error: reason why the prompt was refused, with `on_error="return"`, or why a completion
             ended with "error"; else None.
+        weight_version: version of the weights that computed its last token, see
+            `LLM.update_weights`.
     """
 
     request_id: int
@@ -262,6 +282,7 @@ class RequestOutput(Row):
     embedding: list[float] | None = None
     metrics: RequestMetrics | None = field(default=None, repr=False)
     error: str | None = None
+    weight_version: int | str = field(default=0, repr=False)
 
     def _row(self) -> dict[str, Any]:
         first = self.outputs[0] if self.outputs else CompletionOutput(0, "", [], "error")

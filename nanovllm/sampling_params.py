@@ -16,10 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from nanovllm.utils.checks import check_bool, check_float, check_int, plain_numbers
+from nanovllm.utils.checks import (
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    plain_numbers,
+)
 from nanovllm.utils.options import Foreign, missing_name, only, takes_foreign_fields
 
 MAX_LOGPROBS = 20  # most likely tokens at one position
+MAX_LABELS = 1024  # tokens of `logprob_token_ids`
+# Distributions of log-probabilities, from the model's own to the one that is drawn from.
+LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 NO_TOKEN = -1  # in the place of a token, in a row whose logits have a NaN
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
 LARGEST = 1e9  # bound of changes to logits: float32 has to hold the outcome
@@ -154,9 +163,21 @@ class SamplingParams:
         include_stop_str_in_output: end the text after the stop string, not before it.
         min_tokens: number of first tokens among which neither `stop_token_ids` nor, without
             `ignore_eos`, end-of-sequence tokens are drawn, and no stop string is looked for.
-        logprobs: return the log-probability of each token, and of this many most likely ones, by
-            the model alone: before all changes above. None: none.
-        prompt_logprobs: return the same for the tokens of the prompt.
+        logprobs: return the log-probability of each token, and of this many most likely ones (at
+            most 20), without those that have no probability. None: none.
+        logprobs_mode: distribution of log-probabilities, and of ranks; None: the engine's.
+            "raw_logprobs": the model's own, before all changes above. "temperature_logprobs": the
+            softmax over the whole vocabulary at `temperature`, after masks, bias and penalties and
+            before `min_p`, `top_k` and `top_p`: what trainers compute. "processed_logprobs": after
+            these too, over the tokens that they leave; others have -inf. At temperature 0 the two
+            latter are those of temperature 1, and nothing is left out but what is masked.
+        logprob_token_ids: return the log-probabilities of these tokens beside each token's own, at
+            most 1,024, without ranks: to read labels with `max_tokens=1`. Not with `logprobs`
+            above 0.
+        return_sampling_mask: return the tokens that could have been drawn: those that masks,
+            `min_p`, `top_k` and `top_p` have left (`CompletionOutput.sampling_mask`).
+        prompt_logprobs: return the log-probability of each token of the prompt, and of this many
+            most likely ones, by the model alone, whatever `logprobs_mode` is.
         logit_bias: values added to the logits of tokens, by token id.
         allowed_token_ids: tokens that may be drawn; all others may not.
         bad_words: strings whose tokens are not generated; of several tokens the last is not.
@@ -187,6 +208,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    logprobs_mode: str | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    return_sampling_mask: bool = False
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # a dict has no hash
     allowed_token_ids: Sequence[int] | None = None
@@ -201,6 +225,9 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
         check_bool("detokenize", self.detokenize)
+        check_bool("return_sampling_mask", self.return_sampling_mask)
+        if self.logprobs_mode is not None:
+            check_logprobs_mode(self.logprobs_mode)
         if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
             raise TypeError(
                 "`structured_outputs` must be a StructuredOutputsParams, got "
@@ -268,8 +295,22 @@ class SamplingParams:
             plain["allowed_token_ids"] = _tokens("allowed_token_ids", self.allowed_token_ids)
             if not plain["allowed_token_ids"]:
                 raise ValueError("`allowed_token_ids` must have at least one token, got none")
+        if self.logprob_token_ids is not None:
+            plain["logprob_token_ids"] = _tokens("logprob_token_ids", self.logprob_token_ids)
+            self._check_labels(plain["logprob_token_ids"])
         for name, value in plain.items():
             object.__setattr__(self, name, value)
+
+    def _check_labels(self, labels: Sequence[int]) -> None:
+        if not 0 < len(labels) <= MAX_LABELS:
+            raise ValueError(
+                f"`logprob_token_ids` must have 1 to {MAX_LABELS:,} tokens, got {len(labels):,}"
+            )
+        if self.logprobs:
+            raise ValueError(
+                "`logprobs` must be 0 or None with logprob_token_ids, which name the tokens, "
+                f"got {self.logprobs}"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -319,6 +360,16 @@ class BeamSearchParams:
             )
         check_float("length_penalty", self.length_penalty, -10.0, 10.0)  # powers stay finite
         plain_numbers(self)
+
+
+def check_logprobs_mode(mode: Any) -> None:
+    """Raise unless `mode` is one of `LOGPROBS_MODES`."""
+    if mode in ("raw_logits", "processed_logits"):
+        raise ValueError(
+            f"`logprobs_mode` must be one of {', '.join(LOGPROBS_MODES)}, got {mode!r}: logits are "
+            f"not returned; {mode.replace('logits', 'logprobs')} differ from them by a constant"
+        )
+    check_choice("logprobs_mode", mode, LOGPROBS_MODES)
 
 
 def _items(name: str, value: Any, kind: str) -> list[Any]:

@@ -75,6 +75,18 @@ FIELDS: dict[str, tuple[dict[str, Any], Callable[[RequestOutput], bool]]] = {
     ),
     "min_tokens": ({"min_tokens": 8}, lambda o: length(o) >= 8),
     "logprobs": ({"logprobs": 2}, lambda o: len(o.outputs[0].logprobs or ()) == length(o)),
+    "logprobs_mode": (
+        {"logprobs": 0, "logprobs_mode": "processed_logprobs", "top_k": 1, "temperature": 1.0},
+        lambda o: abs(o.outputs[0].cumulative_logprob or 0.0) < 1e-6,
+    ),
+    "logprob_token_ids": (
+        {"logprob_token_ids": [ord("4"), ord("5")], "max_tokens": 1},
+        lambda o: [*(o.outputs[0].logprobs or [{}])[0]] == [ord("4"), ord("5")],
+    ),
+    "return_sampling_mask": (
+        {"return_sampling_mask": True, "top_k": 1, "temperature": 1.0, "max_tokens": 1},
+        lambda o: o.outputs[0].sampling_mask == [[ord("4")]],
+    ),
     "prompt_logprobs": ({"prompt_logprobs": 0}, lambda o: len(o.prompt_logprobs or ()) == 8),
     "logit_bias": ({"logit_bias": {ord("9"): 1e6}, "max_tokens": 2}, lambda o: text(o) == "99"),
     "allowed_token_ids": ({"allowed_token_ids": [ord("2"), 258]}, lambda o: set(text(o)) <= {"2"}),

@@ -32,7 +32,7 @@ CODE = re.compile(r"language-(\w+)")
 # What an option of vLLM may have as the value that asks for nothing.
 NEUTRAL: tuple[Any, ...] = (
     *(None, False, True, 0, 0.0, 1, 1.0, {}, [], "", "auto", "hf", "mp", "none", "generate"),
-    *("raw_logprobs", "string", "vllm", "fcfs"),
+    *("string", "vllm", "fcfs"),
 )
 
 _as_markdown: dict[str, tuple[str, str]] = {}  # of pages, by their path: title and text

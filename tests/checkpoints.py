@@ -156,10 +156,10 @@ def reference(path: Path, prompt: list[int], max_tokens: int) -> list[int]:
     return list(_reference(path, tuple(prompt), max_tokens))
 
 
-@functools.cache
-def _likeliest(path: Path, ids: tuple[int, ...]) -> list[int]:
+@functools.lru_cache(1000)
+def _logits(path: Path, ids: tuple[int, ...]) -> torch.Tensor:
     with torch.inference_mode():
-        return reference_model(path)(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        return reference_model(path)(torch.tensor([ids])).logits[0]
 
 
 def assert_greedy(path: Path, prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
@@ -168,19 +168,13 @@ def assert_greedy(path: Path, prompts: list[list[int]], outputs: list[RequestOut
     """
     for prompt, output in zip(prompts, outputs, strict=True):
         found = output["token_ids"]
-        wanted = _likeliest(path, (*prompt, *found))[len(prompt) - 1 : -1]
+        wanted = _logits(path, (*prompt, *found))[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert found and found == wanted, f"of a prompt of {len(prompt)} tokens"
-
-
-@functools.cache
-def _logprobs(path: Path, ids: tuple[int, ...]) -> torch.Tensor:
-    with torch.inference_mode():
-        return reference_model(path)(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
 def reference_logprobs(path: Path, token_ids: list[int]) -> torch.Tensor:
     """Log-probabilities after each token of a text by transformers: [n, V] float32."""
-    return _logprobs(path, tuple(token_ids))
+    return _logits(path, tuple(token_ids)).log_softmax(-1)
 
 
 def reference_hidden(path: Path, token_ids: list[int]) -> torch.Tensor:

@@ -76,6 +76,7 @@ def metadata(temperatures: Any, keys: Any, positions: Any) -> SamplingMetadata:
         torch.as_tensor(np.asarray(keys, np.uint32).reshape(2, -1).view(np.int32)).expand(2, n),
         torch.as_tensor(positions, dtype=torch.int32),
         torch.arange(n, dtype=torch.int32),
+        torch.zeros(n),
     )
 
 

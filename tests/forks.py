@@ -6,6 +6,7 @@ reads its standard output; `signal` and `at`: see `signal_at`; `part_rows`: of a
 """
 
 import faulthandler
+import gc
 import json
 import os
 import runpy
@@ -113,6 +114,7 @@ def serve():
 
     import nanovllm.llm  # noqa: F401
 
+    gc.freeze()  # engines collect garbage when they end: children would copy all there is to look
     for line in sys.stdin:
         call = json.loads(line)
         stderr = os.memfd_create("stderr")

@@ -5,6 +5,7 @@ import functools
 import inspect
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ def make_faster() -> None:
     if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 9):
         return
     _patch_language_once()
+    _call_at_once()
     _remember_types()
+    _remember_operands()
     # Integer sums and products are repeated in 64 bits; whether they agree is asked in `debug`.
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
@@ -70,13 +73,43 @@ def _patch_language_once() -> None:
     interpreter.GridExecutor.__call__ = launch_and_patch
 
 
+def _call_at_once() -> None:
+    """At each launch all functions of the language are looked up and replaced by others, which copy
+    the names of their arguments to add the interpreter's semantics, and ask whether they are there.
+    """
+    if not hasattr(interpreter, "_LangPatchScope"):  # Triton 3.4
+        return
+    language = interpreter.tl
+
+    def direct(member: Any) -> Callable[..., Any]:
+        function, semantic = inspect.unwrap(member), interpreter.interpreter_semantic
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return called
+
+    @functools.cache
+    def functions(owner: Any) -> list[tuple[str, Callable[..., Any]]]:
+        members = inspect.getmembers(owner, language.core.is_builtin)
+        return [(name, direct(member)) for name, member in members]
+
+    def patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
+        for name, function in functions(owner):
+            scope.set_attr(owner, name, function)
+
+    for owner in (language, language.core, language.math, language.tensor):
+        functions(owner)  # before any is replaced
+    interpreter._patch_builtin = patch_builtin
+
+
 def _remember_types() -> None:
     """Each result has a type, and each type is checked and described anew; so is each shape, to
     find that equal ones need no broadcast.
     """
     block_type, tensor = interpreter.tl.core.block_type, interpreter.tl.core.tensor
     make_type, make_tensor = block_type.__init__, tensor.__init__
-    broadcast = interpreter.TritonSemantic.broadcast_impl_value
     types: dict[Any, dict[str, Any]] = {}
     shapes: dict[Any, Any] = {}
 
@@ -96,11 +129,70 @@ def _remember_types() -> None:
         else:
             self.__dict__ = {**facts, "handle": handle}
 
-    def broadcast_to_another_shape(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
-
+    core, unwrap = interpreter.tl.core, interpreter.tl.core._unwrap_if_constexpr
+    plain = {tensor, block_type, core.dtype, core.pointer_type, int, float, bool, type(None)}
+    core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
     block_type.__init__, tensor.__init__ = make_type_once, make_tensor_of_known
-    interpreter.TritonSemantic.broadcast_impl_value = broadcast_to_another_shape
+
+
+def _remember_operands() -> None:
+    """What becomes of the operands of an operator depends on their types, and is found out at each
+    operation: what they are cast to, the shape that they are broadcast to, numbers as blocks.
+    """
+    semantic, tensor = interpreter.TritonSemantic, interpreter.tl.core.tensor
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    steps: dict[Any, list[Any]] = {}
+    shapes: dict[Any, list[Any]] = {}
+
+    def wider(value: Any, to: Any) -> Any:
+        if to is None:
+            return value
+        handle, (block_type, shape) = value.handle, to
+        if value.type.is_block():
+            data = np.broadcast_to(handle.data, shape)
+        else:
+            data = np.full(shape, handle.data, interpreter._get_np_dtype(handle.dtype))
+        return tensor(interpreter.TensorHandle(data, handle.dtype), block_type)
+
+    def how_wide(old: Any, new: Any) -> Any:
+        return None if new is old else (new.type, new.handle.data.shape)
+
+    def broadcast_as_before(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = lhs.type.name, rhs.type.name
+        if key not in shapes:
+            left, right = broadcast(self, lhs, rhs)
+            shapes[key] = [how_wide(lhs, left), how_wide(rhs, right)]
+            return left, right
+        left, right = shapes[key]
+        return wider(lhs, left), wider(rhs, right)
+
+    def described(operand: Any) -> Any:
+        if isinstance(operand, tensor):
+            return operand.type.name
+        return type(operand), operand, str(operand)[:1]  # 0.0 and -0.0 are equal
+
+    def check_as_before(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        key = described(lhs), described(rhs), flags, *named.items()
+        if key not in steps:
+            operands = check(self, lhs, rhs, *flags, **named)
+            steps[key] = [step(old, new) for old, new in zip((lhs, rhs), operands, strict=True)]
+            return operands
+        left, right = steps[key]
+        return left(self, lhs), right(self, rhs)
+
+    def step(old: Any, new: Any) -> Callable[[Any, Any], Any]:
+        if not isinstance(old, tensor):
+            return lambda self, value: new
+        width = None if new.shape is old.shape else how_wide(old, new)
+        dtype = new.dtype
+        if dtype == old.dtype:
+            return lambda self, value: wider(value, width)
+        return lambda self, value: wider(self.cast(value, dtype), width)
+
+    semantic.binary_op_type_checking_impl = check_as_before
+    semantic.broadcast_impl_value = broadcast_as_before
 
 
 def round_to_fp8() -> None:

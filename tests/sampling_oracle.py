@@ -81,6 +81,25 @@ def probabilities(values: np.ndarray, params: SamplingParams) -> np.ndarray:
     return weights / weights.sum()
 
 
+def log_softmax(values: np.ndarray) -> np.ndarray:
+    """Of [V] float64."""
+    return values - np.logaddexp.reduce(values)
+
+
+def reported(
+    logits: np.ndarray, values: np.ndarray, params: SamplingParams, mode: str
+) -> np.ndarray:
+    """Log-probabilities [V] float64 in a mode. logits: [V], of the model; values: what `processed`
+    makes of them.
+    """
+    if mode == "raw_logprobs":
+        return log_softmax(logits)
+    temperature = 1.0 if params.is_greedy else float(np.float32(params.temperature))
+    if mode == "processed_logprobs":
+        values = np.where(kept(values, params).mask, values, -np.inf)
+    return log_softmax(values / temperature)
+
+
 def noise(key: int, position: int, vocab_size: int) -> np.ndarray:
     """The draws [V] from the exponential distribution for one token of one request."""
     bits = np.random.Philox(key=key, counter=position << 64)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ CONTROLS: list[dict[str, Any]] = [
     {"min_p": 0.1, "presence_penalty": 0.5, "logprobs": 5},
     {"repetition_penalty": 1.1, "allowed_token_ids": [3, 4], "logit_bias": {5: 1.0}},
     {"logprobs": 20, "prompt_logprobs": 20},
+    {"top_p": 0.5, "logprobs": 20, "logprobs_mode": "processed_logprobs"},
+    {"min_p": 0.1, "logprob_token_ids": [3, 4], "return_sampling_mask": True},
 ]
 
 
@@ -99,7 +102,7 @@ def compile_engine(
             for own in CONTROLS:  # one sort at a time, then all
                 llm.generate([[7] * 40], SamplingParams(max_tokens=3, **own), use_tqdm=False)
             params = [SamplingParams(max_tokens=3 + i, **own) for i, own in enumerate(CONTROLS)]
-            prompts = [[7] * n for n in (1, 2, 17, 40, 90, 100, 33, 64)]
+            prompts = [[7] * n for n in (1, 2, 17, 40, 90, 100, 33, 64, 5, 9)]
             llm.generate(prompts, params, use_tqdm=False)
             llm.embed([[7] * 20], pooling="mean", use_tqdm=False)
             return str(llm.metrics()["attention_backend"])
@@ -108,13 +111,13 @@ def compile_engine(
 def compile_attention(
     shape: str, head_dim: int, dtype: str, block_size: int, fp8: bool = False
 ) -> str:
-    """The kernels of attention only, for contexts of one split."""
+    """The kernels of attention only, for contexts of one split, and for one that is shared."""
     from nanovllm.attention import select_backend
     from nanovllm.attention.base import QKV, AttentionNeeds
     from nanovllm.tensors.fp8 import FP8
     from nanovllm.tensors.kv_cache import KVCache
     from nanovllm.tensors.scoring import Scoring
-    from nanovllm.utils.context import Context
+    from nanovllm.utils.context import Context, Prefixes
 
     _, _, Hq, Hkv, _ = SHAPES[shape]
     kind = getattr(torch, dtype)
@@ -133,6 +136,8 @@ def compile_attention(
     for scoring in scorings:
         for step in (context, prompt):
             backend.attend(QKV(q, k, k), cache, step, scoring)
+    shared = replace(context, prefixes=Prefixes(*[lens[0]] * 4))
+    backend.attend(QKV(q, k, k), cache, shared, scorings[0])
     return backend.name
 
 

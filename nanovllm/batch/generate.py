@@ -23,7 +23,7 @@ from typing_extensions import Self, Unpack
 
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.job import run
-from nanovllm.batch.params import from_json
+from nanovllm.batch.params import from_json, wants_outputs
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import Row, make_row
 from nanovllm.batch.tables import Batch, columns_of, read_column, with_columns
@@ -45,8 +45,8 @@ class Generate:
     `pyarrow.RecordBatch`; the result is of the same kind. The columns added, or replaced, are
     `generated_text`, `finish_reason`, `num_prompt_tokens`, `num_generated_tokens` and `error`: the
     reason why a row has no answer; its other columns then have no value. If `sampling_params` ask
-    for more than one text (`n`, `logprobs`, `detokenize=False`), `outputs` has all completions as
-    JSON.
+    for more than one text (`n`, `logprobs`, `logprob_token_ids`, `return_sampling_mask`,
+    `detokenize=False`), `outputs` has all completions as JSON.
 
     A column `sampling_params`, if there is one, has the parameters of each row: a dictionary or
     JSON text, which takes precedence over the constructor's; null stands for those. Rows that are
@@ -107,7 +107,7 @@ class Generate:
         llm = LLM(model, **engine)
         if not isinstance(given, SamplingParams):
             given = replace(llm.get_default_sampling_params(), **given)
-        self._has_outputs = given.n > 1 or given.logprobs is not None or not given.detokenize
+        self._has_outputs = wants_outputs(given)
         # Rows that `map` keeps in the engine.
         self._most = 2 * llm.config.max_num_seqs * llm.config.data_parallel_size
         job = {

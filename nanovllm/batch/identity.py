@@ -8,6 +8,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
+from nanovllm.checkpoint.files import ADAPTER, ADAPTER_WEIGHTS
 from nanovllm.checkpoint.generation_config import read_sampling_params
 from nanovllm.checkpoint.hub import WANTED
 from nanovllm.config import Config
@@ -17,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 # between two runs of a job: a machine with other GPUs may continue it.
 OPTIONS = (
     *("dtype", "quantization", "kv_cache_dtype", "seed", "max_model_len", "load_format"),
-    "generation_config",
+    *("generation_config", "logprobs_mode"),
 )
 SAMPLES, SAMPLE_BYTES = 64, 4096  # samples of each file of weights, and the size of one
 
@@ -37,13 +38,15 @@ def describe_job(config: Config, params: SamplingParams, **more: Any) -> dict[st
     """Describe a job in JSON's types, for `ResumableSink`.
 
     Args:
-        config: options of the engine; `model` is a directory.
+        config: options of the engine; `model` and `adapter` are directories.
         params: sampling parameters of rows that have none.
         more: other values that must be the same when the job is continued, such as the shard.
     """
     options = {name: getattr(config, name) for name in OPTIONS}
     model = describe_model(Path(config.model))
     job = {"model": model, "engine": options, "sampling": _plain(params), **more}
+    if config.adapters:
+        job["adapter"] = [describe_adapter(Path(directory)) for directory in config.adapters]
     return json.loads(json.dumps(job))
 
 
@@ -67,6 +70,14 @@ def describe_model(directory: Path) -> dict[str, str]:
         for piece in _pieces(path) if group == "weights" else [path.read_bytes()]:
             state.update(piece)
     return {group: state.hexdigest() for group, state in hashes.items()}
+
+
+def describe_adapter(directory: Path) -> str:
+    """A hash of an adapter's files, which identifies it in any directory, as `describe_model`."""
+    state = xxh3_128((directory / ADAPTER).read_bytes())
+    for piece in _pieces(directory / ADAPTER_WEIGHTS):
+        state.update(piece)
+    return state.hexdigest()
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

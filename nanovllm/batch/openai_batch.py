@@ -8,14 +8,17 @@ error object in the body, as its service answers; `error` repeats code and messa
 of either find them.
 
 All of the body is read that `SamplingParams` and `LLM.chat` know, under their names and under
-OpenAI's; a field that would ask for anything else is refused by name. `model` is only copied to the
-result. If a body has no `max_tokens`, the job's default holds, not the model's limit. Calls of
-`tools` stay in the text, as the model writes them; those of earlier messages are read as `LLM.chat`
-reads them.
+OpenAI's; a field that would ask for anything else is refused by name. With `logprob_token_ids`, the
+`top_logprobs` of a chat are these tokens and the drawn one; with `return_sampling_mask`, a choice
+has `sampling_mask`. `model` is only copied to the result. If a body has no `max_tokens`, the job's
+default holds, not the model's limit. Calls of `tools` stay in the text, as the model writes them;
+those of earlier messages are read as `LLM.chat` reads them.
 """
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from nanovllm.batch.params import whole
@@ -188,7 +191,8 @@ def answer(
     else:
         body = row.fields["body"]
         is_chat, most = row.fields["url"] == CHAT, body.get("top_logprobs") or 0
-        choices = [_message(each, most) if is_chat else _text(each) for each in output.outputs]
+        make = partial(_message, most=int(most)) if is_chat else _text
+        choices = [{**make(each), **_mask(each)} for each in output.outputs]
         num_generated = sum(len(each.token_ids) for each in output.outputs)
         response = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
@@ -227,12 +231,22 @@ def _message(completion: CompletionOutput, most: int) -> dict[str, Any]:
 
 
 def _place(place: Mapping[int, Logprob], most: int) -> dict[str, Any]:
-    """The log-probabilities at a place of a chat; `place` begins with the token drawn."""
-    drawn = next(iter(place.values()))
-    best = sorted(
-        (token for token in place.values() if token.rank <= most), key=lambda token: token.rank
-    )
+    """The log-probabilities at a place of a chat; `place` begins with the token drawn. All labels
+    are there, which have no ranks.
+    """
+    drawn, *others = place.values()
+    if any(token.rank is None for token in others):
+        best = sorted(place.values(), key=lambda token: -token.logprob)
+    else:
+        ranked = [(token.rank or 0, token) for token in place.values()]
+        best = [token for rank, token in sorted(ranked, key=itemgetter(0)) if rank <= most]
     return {**_token(drawn), "top_logprobs": [*map(_token, best)]}
+
+
+def _mask(completion: CompletionOutput) -> dict[str, Any]:
+    """A field of a choice that OpenAI's have not, if it was asked for."""
+    mask = completion.sampling_mask
+    return {} if mask is None else {"sampling_mask": list(mask)}
 
 
 def _token(token: Logprob) -> dict[str, Any]:

@@ -22,7 +22,7 @@ NAMES = {
 # Parameters that are integers, or lists of them.
 INTEGERS = (
     *("max_tokens", "top_k", "seed", "n", "min_tokens", "logprobs", "prompt_logprobs"),
-    *("stop_token_ids", "allowed_token_ids", "best_of", "output_kind"),
+    *("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "best_of", "output_kind"),
 )
 CLOSE = 0.9  # one letter in ten differs; with more, columns of data look like parameters
 
@@ -48,6 +48,17 @@ def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(form, Mapping):
         given["structured_outputs"] = StructuredOutputsParams(**form)
     return given
+
+
+def wants_outputs(params: SamplingParams) -> bool:
+    """Whether a request asks for more than one text, so that its result has all completions."""
+    return (
+        params.n > 1
+        or params.logprobs is not None
+        or params.logprob_token_ids is not None
+        or params.return_sampling_mask
+        or not params.detokenize
+    )
 
 
 def with_integers(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.batch.openai_batch import answer
+from nanovllm.batch.params import wants_outputs
 from nanovllm.batch.rows import Row
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ class Result:
             "num_generated_tokens": None if output is None else self.num_generated_tokens,
         }
         if output is not None and params is not None:
-            if params.n > 1 or params.logprobs is not None or not params.detokenize:
+            if wants_outputs(params):
                 values["outputs"] = [each.to_dict() for each in output.outputs]
             if params.prompt_logprobs is not None:
                 values["prompt_logprobs"] = output.to_dict()["prompt_logprobs"]

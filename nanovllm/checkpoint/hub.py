@@ -1,4 +1,4 @@
-"""The directory of a checkpoint that is given by its name on the Hugging Face hub.
+"""The directory of a checkpoint or an adapter that is given by its name on the Hugging Face hub.
 
 `huggingface_hub` finds it in its cache, or downloads it with a progress bar; `HF_HOME`, `HF_TOKEN`,
 `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual meaning. Imports no torch.
@@ -6,9 +6,11 @@
 
 import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from nanovllm.checkpoint.files import INDEX, has_file, read_json
+from nanovllm.checkpoint.files import ADAPTER, ADAPTER_WEIGHTS, INDEX, has_file, read_json
 from nanovllm.checkpoint.tokenizer import TOKENIZER_FILES
 
 NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9]\w*[\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -16,6 +18,52 @@ SNAPSHOT = re.compile(r".*/models--(?:.*--)?([^/]+)/snapshots/[^/]+")  # in the 
 WEIGHTS = "*.safetensors"
 WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 NOT_WANTED = ["*/*", "consolidated*"]  # the same weights in other forms
+
+
+class Repository(NamedTuple):
+    """A kind of repository on the hub.
+
+    Attributes:
+        option: option that names one.
+        holds: name of what it holds, in messages.
+        wanted: patterns of the files that are needed.
+        is_whole: function that tells whether a snapshot has them all; downloads may break off.
+    """
+
+    option: str
+    holds: str
+    wanted: list[str]
+    is_whole: Callable[[Path], bool]
+
+
+def _has_all(directory: Path, names: Iterable[str]) -> bool:
+    return all(has_file(directory / name) for name in names)
+
+
+def _has_facts(directory: Path) -> bool:
+    """Whether a snapshot has configuration and tokenizer."""
+    return has_file(directory / "config.json") and any(
+        has_file(directory / name) for name in TOKENIZER_FILES
+    )
+
+
+def _has_model(directory: Path) -> bool:
+    """Whether a snapshot has configuration, tokenizer and weights."""
+    if not _has_facts(directory):
+        return False
+    if not has_file(directory / INDEX):
+        names = [path.name for path in directory.glob(WEIGHTS)]
+        return bool(names) and not any("-of-" in name for name in names)
+    files = read_json(directory / INDEX).get("weight_map")
+    return isinstance(files, dict) and _has_all(directory, {str(file) for file in files.values()})
+
+
+MODEL = Repository("model", "checkpoint", [*WANTED, WEIGHTS], _has_model)
+FACTS = MODEL._replace(wanted=WANTED, is_whole=_has_facts)
+PEFT_FILES = [ADAPTER, ADAPTER_WEIGHTS]
+PEFT = Repository(
+    "adapter", "PEFT adapter", PEFT_FILES, lambda directory: _has_all(directory, PEFT_FILES)
+)
 
 
 def checkpoint_directory(model: str, revision: str | None, *, weights: bool = True) -> str:
@@ -40,12 +88,35 @@ def checkpoint_directory(model: str, revision: str | None, *, weights: bool = Tr
             f"`model` {model!r} is a GGUF file, which is not supported: pass the original "
             "checkpoint in safetensors"
         )
-    if not NAME.fullmatch(model) or os.path.lexists(model):
+    if not _is_name(model):
         raise ValueError(
             "`model` must be the directory of a checkpoint or a name on the hub like "
             f"Qwen/Qwen3-0.6B, and {model!r} is neither"
         )
-    return _cached(model, revision, weights) or _download(model, revision, weights)
+    kind = MODEL if weights else FACTS
+    return _cached(model, revision, kind) or _download(model, revision, kind)
+
+
+def adapter_directory(adapter: str) -> str:
+    """The directory with a PEFT adapter's files: `adapter` itself, or one in the cache of the hub.
+
+    Raises:
+        ValueError: if `adapter` is neither or cannot be fetched; the message has a remedy.
+    """
+    adapter = os.path.expanduser(adapter)
+    if os.path.isdir(adapter):
+        return adapter
+    if not _is_name(adapter):
+        raise ValueError(
+            "`adapter` must be the directory of a PEFT adapter or a name on the hub like "
+            f"owner/name, and {adapter!r} is neither"
+        )
+    return _cached(adapter, None, PEFT) or _download(adapter, None, PEFT)
+
+
+def _is_name(path: str) -> bool:
+    """Whether a path may be a name on the hub, and is nothing here."""
+    return NAME.fullmatch(path) is not None and not os.path.lexists(path)
 
 
 def checkpoint_name(directory: str) -> str:
@@ -57,7 +128,7 @@ def checkpoint_name(directory: str) -> str:
     return found[1] if found else path.rpartition("/")[2]
 
 
-def _cached(name: str, revision: str | None, weights: bool) -> str | None:
+def _cached(name: str, revision: str | None, kind: Repository) -> str | None:
     """The newest snapshot in the cache, if it is complete. The hub is not asked for a newer one."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -67,36 +138,15 @@ def _cached(name: str, revision: str | None, weights: bool) -> str | None:
             name,
             revision=revision,
             local_files_only=True,
-            allow_patterns=_wanted(weights),
+            allow_patterns=kind.wanted,
             ignore_patterns=NOT_WANTED,
         )
     except LocalEntryNotFoundError:
         return None
-    return found if _is_whole(Path(found), weights) else None
+    return found if kind.is_whole(Path(found)) else None
 
 
-def _wanted(weights: bool) -> list[str]:
-    return [*WANTED, WEIGHTS] if weights else WANTED
-
-
-def _is_whole(directory: Path, weights: bool) -> bool:
-    """Whether a snapshot has configuration, tokenizer and weights; downloads may break off."""
-    if not has_file(directory / "config.json") or not any(
-        has_file(directory / name) for name in TOKENIZER_FILES
-    ):
-        return False
-    if not weights:
-        return True
-    if not has_file(directory / INDEX):
-        names = [path.name for path in directory.glob(WEIGHTS)]
-        return bool(names) and not any("-of-" in name for name in names)
-    files = read_json(directory / INDEX).get("weight_map")
-    return isinstance(files, dict) and all(
-        has_file(directory / str(file)) for file in set(files.values())
-    )
-
-
-def _download(name: str, revision: str | None, weights: bool) -> str:
+def _download(name: str, revision: str | None, kind: Repository) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -108,7 +158,7 @@ def _download(name: str, revision: str | None, weights: bool) -> str:
     page = f"{constants.ENDPOINT}/{name}"
     try:
         return snapshot_download(
-            name, revision=revision, allow_patterns=_wanted(weights), ignore_patterns=NOT_WANTED
+            name, revision=revision, allow_patterns=kind.wanted, ignore_patterns=NOT_WANTED
         )
     except GatedRepoError:
         reason, remedy = "it is gated", f"accept its terms on {page}, and set"
@@ -121,9 +171,9 @@ def _download(name: str, revision: str | None, weights: bool) -> str:
         remedy = f"see {page} for its revisions"
     except (OSError, HTTPError) as error:  # from the hub, the network or the disk
         reason = str(error).partition("\n")[0].removeprefix("Got: ") or type(error).__name__
-        remedy = "try again, or pass the directory of a checkpoint"
+        remedy = f"try again, or pass the directory of a {kind.holds}"
         if constants.HF_HUB_OFFLINE:
             reason = f"it is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
-            remedy = "unset it, or pass the directory of a checkpoint"
+            remedy = f"unset it, or pass the directory of a {kind.holds}"
     # Outside the block: inside it, some sixty lines of the hub library's frames would come first.
-    raise ValueError(f"`model` {name!r} is not available: {reason}; {remedy}")
+    raise ValueError(f"`{kind.option}` {name!r} is not available: {reason}; {remedy}")

@@ -12,6 +12,7 @@ from typing import Any
 
 # Prefixes of the text model: in checkpoints with other parts, without, and without a head.
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+OTHER_PARTS = ("vision_tower", "multi_modal_projector", "visual")  # modules beside that model
 SPECIAL = frozenset("*+?^$()[]{}|\\")  # characters that make a name a regular expression
 BEGIN = r"\A"  # of regular expressions for the beginning of a path
 NAMES_GROUPS = re.compile(r"\\[1-9]|\(\?P|\(\?\(")  # groups with names, and references to groups
@@ -47,7 +48,7 @@ class Modules:
         """
         _check_names(key, names)
         return cls(
-            parts=frozenset(_without_prefix(name) for name in names if not is_pattern(name)),
+            parts=frozenset(without_prefix(name) for name in names if not is_pattern(name)),
             patterns=tuple(_pattern(key, name) for name in names if is_pattern(name)),
         )
 
@@ -58,7 +59,7 @@ class Modules:
         """
         _check_names(key, names)
         return cls(
-            paths=frozenset(_without_prefix(name) for name in names if not name.startswith(MARK)),
+            paths=frozenset(without_prefix(name) for name in names if not name.startswith(MARK)),
             parts=frozenset([""] if "Linear" in names else []),
             patterns=tuple(_pattern(key, name) for name in names if name.startswith(MARK)),
         )
@@ -69,7 +70,7 @@ class Modules:
         return cls(patterns=(_checked(key, pattern, pattern),))
 
     def __contains__(self, path: object) -> bool:
-        own = _without_prefix(str(path))
+        own = without_prefix(str(path))
         if own in self.paths or (self.parts and any(part in self.parts for part in _parts(own))):
             return True
         paths = [prefix + own for prefix in PREFIXES]
@@ -114,7 +115,8 @@ def _check_names(key: str, names: Any) -> None:
         raise ValueError(f"config.json: `{key}` must be a list of modules, got {names!r}")
 
 
-def _without_prefix(path: str) -> str:
+def without_prefix(path: str) -> str:
+    """A path in the spelling that all prefixes have in common."""
     path = path.strip(".") + "."
     return path[len(next(filter(path.startswith, PREFIXES))) :].rstrip(".")
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoint.families import FAMILIES
-from nanovllm.checkpoint.files import has_file, read_json
+from nanovllm.checkpoint.files import ADAPTER, has_file, read_json
 
-ADAPTER = "adapter_config.json"
 MAMBA, OTHER = "its layers keep a state of Mamba's", "its layers keep a state of another kind"
 # Patterns of unsupported architectures, the reason, and the nearest supported model.
 UNSUPPORTED = {
@@ -26,10 +25,11 @@ LATENT = "kv_lora_rank"  # key of models whose attention keeps latents (MLA)
 def refuse_directory(directory: Path) -> None:
     """ValueError if a directory holds anything but a checkpoint of a whole model."""
     if has_file(directory / ADAPTER) and not any(directory.glob("model*.safetensors")):
-        base = read_json(directory / ADAPTER).get("base_model_name_or_path")
+        name = read_json(directory / ADAPTER).get("base_model_name_or_path")
+        base = f" {name!r}" if name else ""
         raise ValueError(
-            f"{directory} holds an adapter, not a model: merge it into its base model {base!r} "
-            "(peft: `merge_and_unload` and `save_pretrained`) and pass that directory"
+            f"{directory} holds an adapter, not a model: pass its base model{base} as `model`, "
+            "and this directory as `adapter`"
         )
     if not has_file(directory / "config.json") and any(directory.glob("*.gguf")):
         raise ValueError(

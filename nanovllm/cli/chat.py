@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from nanovllm import LLM
 
 # Fields of SamplingParams that make no difference to one answer on a screen, or leave none.
-LEFT_OUT = ("n", "logprobs", "prompt_logprobs", "detokenize")
+LEFT_OUT = (
+    *("n", "logprobs", "logprobs_mode", "logprob_token_ids", "return_sampling_mask"),
+    *("prompt_logprobs", "detokenize"),
+)
 TINY_KNOWS = "127+345=, reverse: hello =, count from 17:, introduce yourself"
 
 

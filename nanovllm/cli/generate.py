@@ -28,6 +28,7 @@ from itertools import chain
 from types import FrameType
 from typing import Any
 
+from nanovllm.adapters.directory import adapter_directories
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.identity import default_params, describe_job
 from nanovllm.batch.job import run as run_job
@@ -185,8 +186,10 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
     config = Config(os.path.expanduser(args.model), **our_options(options))
     is_dummy = config.load_format == "dummy"
     directory = checkpoint_directory(config.model, config.revision, weights=not is_dummy)
-    config = replace(config, model=directory, revision=None)
+    adapters = adapter_directories(config.adapters)
+    config = replace(config, model=directory, revision=None, adapter=adapters)
     options.pop("revision", None)
+    options["adapter"] = adapters
     params = default_params(config, sampling_options(args))
     if params.structured_outputs is not None:
         from nanovllm.sampling.structured_output import check_package

@@ -1,8 +1,8 @@
 """Flags for the fields of `Config` and `SamplingParams`. Their names, types, defaults and help text
 come from these classes, so a new field becomes a flag without a change here.
 
-A flag has its field's name, with dashes. `seed` is in both classes: `--seed` is the one of
-`SamplingParams`, `--engine-seed` the one of `Config`.
+A flag has its field's name, with dashes. `seed` and `logprobs_mode` are in both classes: `--seed`
+is the one of `SamplingParams`, `--engine-seed` the one of `Config`.
 """
 
 import argparse
@@ -21,7 +21,10 @@ from nanovllm.sampling_params import SamplingParams
 
 PATH = "PATH"
 ENGINE, SAMPLING = "engine", "sampling"  # prefixes of names in the namespace
-FLAGS = {(ENGINE, "seed"): "engine-seed"}
+FLAGS = {
+    (ENGINE, "seed"): "engine-seed",
+    (ENGINE, "logprobs_mode"): "engine-logprobs-mode",
+}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -72,8 +75,10 @@ def _add(parser: argparse.ArgumentParser, kind: str, cls: Any, hints: Mapping[st
         }
         if read is None:
             options["action"] = argparse.BooleanOptionalAction
-        elif metavar == PATH:
+        elif read is new_file:
             options |= {"type": read, "metavar": metavar, "nargs": "?", "const": True}
+        elif metavar == PATH:
+            options |= {"action": "append", "metavar": metavar}
         else:
             options |= {"type": read, "metavar": metavar}
         flag = FLAGS.get((kind, field.name), field.name).replace("_", "-")
@@ -93,6 +98,8 @@ def _reader(hint: Any) -> tuple[Callable[[str], Any] | None, str]:
     kinds = [kind for kind in (get_args(hint) if is_union else (hint,)) if kind is not type(None)]
     if {bool, str} <= {*kinds}:  # True if the flag stands alone
         return new_file, PATH
+    if {Path, str} <= {*kinds}:  # given again for each of several
+        return str, PATH
     [kind] = kinds
     if kind is bool:
         return None, ""

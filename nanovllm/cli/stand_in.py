@@ -29,7 +29,8 @@ from nanovllm.utils.progress import startup_bar
 GPU = torch.device("cuda", 0)
 META, CPU = torch.device("meta"), torch.device("cpu")
 IS_CUDA, DEVICE = (getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "device"))
-WITHOUT = {"load_format": "dummy", "data_parallel_size": 1, "trace": False}  # as nothing runs
+# As nothing runs.
+WITHOUT = {"load_format": "dummy", "adapter": None, "data_parallel_size": 1, "trace": False}
 LOWEST = 1 << 20  # address of storages, a multiple of 16 bytes as in PyTorch's allocator
 
 

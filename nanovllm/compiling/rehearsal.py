@@ -22,15 +22,15 @@ from nanovllm.graphs.static_inputs import TOKENS, Shape, StaticInputs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.sampling.controlled_sampler import logprobs_of
-from nanovllm.sampling.controls import NO_FILTERS, NO_PENALTIES, Controls
+from nanovllm.sampling.controls import NO_FILTERS, NO_PENALTIES, PROCESSED, Controls, Reports
 from nanovllm.sampling.extras import Extras
+from nanovllm.sampling.logprobs import logprobs_of
+from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.sizing.activations import warmup_batch
 from nanovllm.utils.integers import cdiv
 
 # Numbers of tokens: together they use all kernels that any number uses, in all models' layers.
 ROWS = (1, 2, 16, 32, 64, 128, 160, 192, 256, 512, 896, 1024, 2048)
-MAX_LOGPROBS = 20  # beside the token's own
 
 
 @contextmanager
@@ -184,23 +184,25 @@ class Rehearsal:
         vocab_size, dtype = self._model_config.vocab_size, self._model.lm_head.weight.dtype
         zeros = partial(torch.zeros, device=self._device)
         ids, hidden = zeros(1, dtype=torch.int32), zeros(2, self._model_config.hidden_size)
-        computed = Computed(ids, zeros(1, self._model.lm_head.weight.num_rows, dtype=dtype), hidden)
+        own = zeros(1, self._model.lm_head.weight.num_rows, dtype=dtype)
+        computed = Computed(ids, own, hidden, zeros(1))
         batch = warmup_batch(1, 1, self._max_model_len, self._config.kvcache_block_size)
         for filters, penalties in product((False, True), repeat=2):
             extras = Extras(self._model.compute_logits, vocab_size, 1, self._group, ids)
             controls = one_row(vocab_size, filters, penalties)
-            own = controls if self._group.rank == 0 else None
-            extras.sample(batch, np.ones(1, np.bool_), computed, own)
+            given = controls if self._group.rank == 0 else None
+            extras.sample(batch, np.ones(1, np.bool_), computed, given)
         logits = zeros(1, vocab_size, dtype=dtype)
-        for num_logprobs in range(MAX_LOGPROBS + 1):
-            logprobs_of(logits, ids, num_logprobs)
+        logprobs_of(logits, ids, MAX_LOGPROBS)
         torch.stack(
             [hidden[-1].to(dtype).float(), hidden.to(dtype).sum(0, dtype=torch.float32) / 2]
         )
 
 
 def one_row(vocab_size: int, filters: bool, penalties: bool) -> Controls:
-    """The controls of one row: a banned token, and filters and penalties if asked for."""
+    """The controls of one row, with all reports: a banned token, and filters and penalties if asked
+    for.
+    """
     top_k, top_p, min_p = (5, 0.9, 0.1) if filters else NO_FILTERS
     row = (1.1, 0.5, 0.5) if penalties else NO_PENALTIES
     return Controls(
@@ -215,5 +217,12 @@ def one_row(vocab_size: int, filters: bool, penalties: bool) -> Controls:
         mask_rows=np.zeros(1, np.int32),
         reset=np.zeros(0, np.int32),
         counts=np.zeros((3, 0), np.int32),
-        num_logprobs=np.zeros(1, np.int32),
+        reports=Reports(
+            num_logprobs=np.zeros(1, np.int32),
+            modes=np.full(1, PROCESSED, np.int32),
+            divisors=np.ones(1, np.float32),
+            label_rows=np.zeros(1, np.int32),
+            label_tokens=np.zeros(1, np.int32),
+            masks=np.ones(1, np.bool_),
+        ),
     )

@@ -11,24 +11,13 @@ from contextlib import ExitStack
 
 import torch
 
+from nanovllm.device_memory import driver
 from nanovllm.utils.device import capturing, wait_for_device
 
+REMEDY = "disable_custom_all_reduce=True does without it"
 ALIGNMENT = 16  # bytes of a vector store: rows begin at multiples of it
 
 Share = Callable[[bytes], list[bytes]]  # maps this rank's value to the values of all ranks
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_byte * 64)]  # CUipcMemHandle
-
-
-class _Raw:
-    """Device memory at an address, as `torch.as_tensor` accepts it."""
-
-    def __init__(self, address: int, num_words: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_words,), "typestr": "<i8", "data": (address, False), "version": 3
-        }  # fmt: skip
 
 
 class PeerRegion:
@@ -60,51 +49,41 @@ class PeerRegion:
     ) -> None:
         self._device = device
         self.num_bytes = num_bytes
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self._opened: list[ctypes.c_uint64] = []
-        self._own = ctypes.c_uint64()
-        size = ctypes.c_size_t(num_bytes)
+        self._opened: list[int] = []
         with capturing:
             torch.cuda.synchronize(device)  # the driver's calls need PyTorch's context
             torch.cuda.empty_cache()  # and may need memory that PyTorch caches
-        self.call("cuMemAlloc_v2", ctypes.byref(self._own), size)
-        self.call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(fill), size)
+        self._own = driver.allocate(num_bytes, REMEDY)
+        start, size = ctypes.c_uint64(self._own), ctypes.c_size_t(num_bytes)
+        self.call("cuMemsetD8_v2", start, ctypes.c_ubyte(fill), size)
         wait_for_device(device)
         try:
-            handle = _Handle()
-            self.call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
+            own = driver.export(self._own, REMEDY)
             self.addresses = [
-                self._own.value if peer == rank else self._open(data)
-                for peer, data in enumerate(share(bytes(handle)))
+                self._own if peer == rank else self._open(handle)
+                for peer, handle in enumerate(share(own))
             ]
         except BaseException:  # another rank may have died meanwhile
             self.close()
             raise
-        self.words = torch.as_tensor(_Raw(self._own.value, num_bytes // 8), device=device)
+        self.words = torch.as_tensor(driver.Raw(self._own, num_bytes // 8), device=device)
         self.abort_address = abort.data_ptr()  # the same for host and GPU
 
-    def _open(self, data: bytes) -> int:
-        address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(data)
-        lazy_enable_peer_access = 1
-        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, lazy_enable_peer_access)
-        self._opened.append(address)
-        return address.value
+    def _open(self, handle: bytes) -> int:
+        self._opened.append(driver.open_memory(handle, REMEDY))
+        return self._opened[-1]
 
-    def call(self, name: str, *args: object) -> None:
+    @staticmethod
+    def call(name: str, *args: object) -> None:
         """Call a function of the driver. RuntimeError if it fails."""
-        result = getattr(self._driver, name)(*args)
-        if result:
-            message = ctypes.c_char_p()
-            self._driver.cuGetErrorString(result, ctypes.byref(message))
-            reason = (message.value or b"unknown error").decode()
-            raise RuntimeError(f"{name}: {reason}; disable_custom_all_reduce=True does without it")
+        driver.call(name, *args, remedy=REMEDY)
 
     def close(self) -> None:
         """Free the region. No rank may use it any more."""
         with torch.cuda.device(self._device), ExitStack() as finally_:  # all of it, if parts fail
-            finally_.callback(self.call, "cuMemFree_v2", self._own)
+            finally_.callback(driver.free, self._own)
             for address in self._opened:
-                finally_.callback(self.call, "cuIpcCloseMemHandle", address)
+                finally_.callback(driver.close_memory, address)
             self._opened = []
 
 

@@ -17,6 +17,7 @@ from nanovllm.requests.intake import Intake
 from nanovllm.requests.request import CheckedRequest, Listener
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.updates.memory import Memory, RankMemory
 from nanovllm.windows.sliding_blocks import make_block_manager
 
 
@@ -47,6 +48,7 @@ class Parts(NamedTuple):
         max_model_len: the most tokens of prompt and output, also by the pool.
         num_blocks: number of KV blocks (of several engines, in the smallest pool).
         own: the scheduler and the model of this process; None where others have them.
+        memory: memory of all ranks, for updates and sleep.
         remarks: further facts for `repr`, in short.
     """
 
@@ -57,6 +59,7 @@ class Parts(NamedTuple):
     max_model_len: int
     num_blocks: int
     own: tuple[Scheduler, ModelRunner] | None
+    memory: Memory
     remarks: tuple[str, ...] = ()
 
 
@@ -108,6 +111,7 @@ def make_entrance(
         pool_tokens=pool_tokens,
         block_size=config.kvcache_block_size,
         seed=config.seed,
+        logprobs_mode=config.logprobs_mode,
     )
     return Entrance(intake, eos_token_ids, min(max_model_len, pool_tokens), pool_tokens)
 
@@ -149,4 +153,5 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         max_model_len=entrance.max_model_len,
         num_blocks=num_blocks,
         own=(scheduler, runner),
+        memory=RankMemory(executor, runner, config.tensor_parallel_size),
     )

@@ -19,6 +19,7 @@ class AnyRequest(Protocol):
     """A request that a caller waits for."""
 
     request_id: int
+    weight_version: int | str
 
     def output(self, decode: Decoder) -> RequestOutput: ...
 
@@ -39,6 +40,8 @@ class Core(ABC, Generic[R]):
             aborting is unsafe.
         meanwhile: is called in each step before the wait for its results: what it does, in whatever
             thread, goes on while the device computes.
+        is_held: whether nothing is computed until `release`.
+        weight_version: version of the weights, see `LLM.update_weights`.
     """
 
     def __init__(self) -> None:
@@ -50,6 +53,8 @@ class Core(ABC, Generic[R]):
         # deque.append itself, not a wrapper: Ctrl-C can strike on entry to a Python function.
         self.abort_later = self._left.append
         self.meanwhile: Callable[[], None] = lambda: None
+        self.is_held = False
+        self.weight_version: int | str = 0
 
     @abstractmethod
     def add(self, request: R) -> None:
@@ -58,6 +63,18 @@ class Core(ABC, Generic[R]):
     @abstractmethod
     def step(self) -> None:
         """Go on with the requests."""
+
+    @abstractmethod
+    def hold(self) -> None:
+        """Compute nothing until `release`, and then all requests again from their beginning: what
+        the device holds of them may go.
+        """
+
+    def release(self, version: int | str) -> None:
+        """Go on, with weights of this version."""
+        self.is_held, self.weight_version = False, version
+        for request in self.requests.values():
+            request.weight_version = version
 
     def is_idle(self) -> bool:
         """Whether no request is unfinished, and none waits to be taken by the caller."""

@@ -49,6 +49,7 @@ class EngineCore(Core[Request]):
         """Queue a request."""
         with self.reset_on_error():
             self.requests[request.request_id] = request
+            request.weight_version = self.weight_version
             for seq in request.seqs:
                 self._scheduler.add(seq)
 
@@ -62,6 +63,14 @@ class EngineCore(Core[Request]):
             self._launch(scheduled)
         self.meanwhile()
         self._book(leave=self._lookahead if scheduled else 0)
+
+    def hold(self) -> None:
+        self._drop_left()
+        self._book(leave=0)
+        with self.reset_on_error():
+            self._scheduler.compute_all_again()
+            self._launching = False
+        self.is_held = True
 
     def _schedule(self) -> list[ScheduledSequence]:
         # A failed launch is repeated, and the device's table of last tokens may be newer than the

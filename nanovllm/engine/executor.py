@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan, mark_sent, plan_step
 from nanovllm.engine.sequence import InFlightStep, Pending, ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
+from nanovllm.ranks.letter import letter
 from nanovllm.ranks.meeting import Meeting
 from nanovllm.ranks.processes import WorkerError, clear_frames
 from nanovllm.ranks.workers import Workers
@@ -138,6 +140,22 @@ class Executor:
             last_tokens = dict(zip(newest.sampled(), self.wait(newest.tokens), strict=True))
             self.waited = since, time.perf_counter()
         return self._controls.controls(plan, scheduled, last_tokens)
+
+    @contextmanager
+    def on_all_ranks(self, method: str, *args: Any) -> Iterator[ModelRunner]:
+        """Have the workers call a method of their `ModelRunner`, or of its parts by a path with
+        dots, while the block does the same with this rank's. Ends when all ranks have done it.
+
+        Raises:
+            WorkerError: if a worker has died.
+        """
+        assert self.model_runner is not None, "not started"
+        with uninterrupted(), self._all_or_none(), without_modes(), letter(args) as sent:
+            if self._workers is not None:
+                self._workers.wait_for_room()
+                self._workers.call_together(method, sent)
+            yield self.model_runner
+            self._group.minimum(0)
 
     def time_steps(self, on: bool) -> None:
         """Time steps on the device of rank 0 from now on, or no more."""

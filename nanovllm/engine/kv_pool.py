@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
+from nanovllm.device_memory.pieces import Piece
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Per, State, StatefulLayer
 from nanovllm.recurrent.state_rows import StateRows
@@ -48,6 +49,7 @@ class KVCachePool:
         block_bytes: bytes of a block of each kind, on this rank.
         sequence_bytes: bytes of a sequence in all layers, beside its blocks.
         rows: the rows by sequence, once allocated.
+        piece: its memory, with `enable_sleep_mode`.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class KVCachePool:
         self._page_bytes = sum(map(_row_bytes, self._places.values()))
         self.num_blocks = 0
         self.rows: StateRows | None = None
+        self.piece: Piece | None = None
         self.block_bytes = self._page_bytes * sum(kind.pages for kind in self.kinds)
         self.sequence_bytes = sum(_row_bytes(_of(s, Per.SEQUENCE)) for _, s in self._layers)
 
@@ -166,7 +169,8 @@ class KVCachePool:
                 padding.
 
         Raises:
-            MemoryError, ValueError, torch.OutOfMemoryError: of numpy and torch, if they do not fit.
+            MemoryError, ValueError, OSError, torch.OutOfMemoryError: of numpy, mmap and torch, if
+                they do not fit.
         """
         self.free()
         rows = self.num_rows if num_rows is None else num_rows
@@ -197,7 +201,10 @@ class KVCachePool:
     ) -> tuple[torch.Tensor, dict[tuple[Any, str], torch.Tensor]]:
         """One piece of memory, and tensors of these states in it, with so many rows each."""
         num_bytes = sum(_room(state, count) for state, count in wanted.values())
-        if self._device.type == "cpu":
+        if self._config.enable_sleep_mode:
+            self.piece = Piece(num_bytes, self._device)
+            piece = self.piece.bytes
+        elif self._device.type == "cpu":
             # numpy's zeros take physical memory only where they are written; torch's everywhere.
             piece = torch.from_numpy(np.zeros(num_bytes, np.uint8))
         else:
@@ -229,7 +236,7 @@ class KVCachePool:
 
     def free(self) -> None:
         """Have no blocks."""
-        self.num_blocks, self.rows = 0, None
+        self.num_blocks, self.rows, self.piece = 0, None, None
         for layer, states in self._layers:
             empty = {name: torch.empty(0, dtype=state.dtype) for name, state in states.items()}
             layer.bind(**empty)

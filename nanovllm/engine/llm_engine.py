@@ -9,18 +9,20 @@ import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from typing_extensions import Self, Unpack
 
+from nanovllm.adapters.adapter import open_adapters
+from nanovllm.adapters.directory import adapter_directories
 from nanovllm.checkpoint.generation_config import read_sampling_params
-from nanovllm.checkpoint.hub import checkpoint_directory
+from nanovllm.checkpoint.hub import checkpoint_directory, checkpoint_name
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.assembly import AnyExecutor, Entrance, Parts, assemble, make_entrance
 from nanovllm.engine.executor import Executor
-from nanovllm.models.loader import as_stored
+from nanovllm.models.loader import as_stored, check_adapters
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
 from nanovllm.requests.intake import OnError
@@ -29,6 +31,9 @@ from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.metrics import Progress
 from nanovllm.tracing.recorder import DEFAULT_PATH, Recorder, engine_facts
+from nanovllm.updates.hold import Hold
+from nanovllm.updates.sleeping import Sleeping
+from nanovllm.updates.updating import NO_ADAPTER, WeightUpdates
 from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.fair_lock import FairLock
 from nanovllm.utils.options import takes_foreign
@@ -67,11 +72,14 @@ class LLMEngine:
         config = Config(os.path.expanduser(model), **ours)
         weights = config.load_format != "dummy"
         directory = checkpoint_directory(config.model, config.revision, weights=weights)
-        self.config = replace(config, model=directory)
+        adapters = adapter_directories(config.adapters)
+        self.config = replace(config, model=directory, adapter=adapters)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         if weights:
             self.model_config = as_stored(self.model_config, Path(directory))
+            check_adapters(open_adapters(adapters), Path(directory), self.model_config)
         self._shown = repr(self.config.model), self.model_config.architecture
+        self._shown += tuple(f"adapter {adapter!r}" for adapter in adapters)
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
         self._default_params = SamplingParams()
         if self.config.generation_config == "auto":
@@ -118,6 +126,11 @@ class LLMEngine:
         parts = self._assemble()
         self.core, self._intake, self._make = parts.core, parts.intake, parts.make
         self._describe, self.max_model_len = parts.describe, parts.max_model_len
+        self._memory = parts.memory
+        self._hold = Hold(parts.core)
+        names = map(checkpoint_name, self.config.adapters)
+        self._updates = WeightUpdates(parts.memory, self._hold, ", ".join(names) or NO_ADAPTER)
+        self._sleeping = Sleeping(self._hold, parts.memory, self._updates.lose)
         if parts.own is not None:
             self.scheduler, self.model_runner = parts.own
         chosen = self._describe()
@@ -173,7 +186,7 @@ class LLMEngine:
             The request's id, found again in `RequestOutput.request_id`.
         """
         with self._lock:
-            self._check_open()
+            self._check_ready()
             if listener is not None and not callable(listener):
                 raise TypeError(f"`listener` must be callable, got {type(listener).__name__}")
             return self._add(self._intake.check(prompt, sampling_params), listener=listener)
@@ -199,7 +212,7 @@ class LLMEngine:
             return self._take_finished()
 
     def _advance(self) -> None:
-        self._check_open()
+        self._check_ready()
         try:
             self.core.step()
         except BaseException:
@@ -269,7 +282,7 @@ class LLMEngine:
         """
         named = name_prompts(prompts)  # an iterable may take its time, or call the engine
         with self._lock:
-            self._check_open()
+            self._check_ready()
             checked = self._intake.check_all(named, sampling_params, on_error)
             return self._complete(checked, use_tqdm)
 
@@ -279,7 +292,7 @@ class LLMEngine:
         """Run checked requests to their end."""
         check_bool("use_tqdm", use_tqdm)
         with self._lock:
-            self._check_open()
+            self._check_ready()
             if not self.core.is_idle():
                 raise RuntimeError(
                     "this call needs an engine without other requests, but some of stream() or "
@@ -316,14 +329,28 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            size = self.config.data_parallel_size
-            return {**self._describe(), **self.core.describe(), "data_parallel_size": size}
+            return {
+                **self._describe(),
+                **self.core.describe(),
+                "data_parallel_size": self.config.data_parallel_size,
+                "weight_version": self.core.weight_version,
+                "adapter": self._updates.adapter,
+            }
 
     # -- the end --------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise RuntimeError("this engine is closed: build a new LLM")
+            self._refuse()
+
+    def _check_ready(self) -> None:
+        """Refuse to compute with an engine that is closed or held."""
+        if self.is_closed or self.core.is_held:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        closed = "this engine is closed: build a new LLM"
+        raise RuntimeError(closed if self.is_closed else self._hold.refusal)
 
     def exit(self) -> None:
         """Drop all requests and give the memory back, after the calls that other threads have

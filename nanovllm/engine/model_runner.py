@@ -136,7 +136,8 @@ class ModelRunner:
         rows.copy(pairs)
 
     def finish(self, step: LaunchedStep, controls: Controls | None) -> PendingTokens:
-        """Sample the rows with controls again, and send the step's results to the host.
+        """Sample the rows with controls again, look up log-probabilities, and send the step's
+        results to the host.
 
         Args:
             step: the step, launched.
@@ -145,7 +146,7 @@ class ModelRunner:
         plan, batch, computed, span, began = step
         with computing_on(self.built.device):
             extras = None
-            if plan.has_extras:
+            if plan.has_extras or batch.facts["logprob_divisors"].any():
                 extras = self.built.extras.compute(plan, batch, computed, controls)
             if self._cpu_wait is not None:
                 self._cpu_wait.look(began)

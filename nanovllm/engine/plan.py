@@ -42,6 +42,10 @@ FACTS = {
     "temperatures": Fact(np.float32, lambda seq: seq.sampling_params.temperature, "samples"),
     # With a position, the noise of a token.
     "random_keys": Fact((np.uint32, 2), lambda seq: seq.random_key, "samples"),
+    # Of the logits, for the log-probability of the token alone; 0: it is not wanted.
+    "logprob_divisors": Fact(
+        np.float32, lambda seq: 0.0 if seq.controls is None else seq.controls.own_divisor, "samples"
+    ),
 }
 
 
@@ -61,7 +65,7 @@ class StepPlan(NamedTuple):
     starts: Int32  # [B], position of the first token
     num_tokens: Int32  # [B], how many
     samples: NDArray[np.bool_]  # [B], whether the next token is sampled
-    controlled: NDArray[np.bool_]  # [B], whether rank 0 needs the logits, to sample it by controls
+    controlled: NDArray[np.bool_]  # [B], whether rank 0 needs the logits, for `RequestControls`
     prompt_logprobs: Int32  # [4, p]: index in B, how many tokens, the next prompt token, how many
     # of the most likely ones, where log-probabilities of the prompt are wanted
     pooling: Int32  # [2, k]: index in B, and 1 for the mean of all, 0 for the last hidden state
@@ -76,7 +80,9 @@ class StepPlan(NamedTuple):
 
     @property
     def has_extras(self) -> bool:
-        """Whether anybody wants more than tokens without controls, see `Extras`."""
+        """Whether anybody wants more than tokens without controls, and their log-probabilities
+        (`Batch.scored`); see `Extras`.
+        """
         return bool(self.controlled.any() or self.prompt_logprobs.size or self.pooling.size)
 
 
@@ -196,6 +202,11 @@ class Batch(NamedTuple):
     # Those of layers that slide, where others see all tokens; [0] and [0, 0]: of all layers alike.
     window_slot_mapping: Int32 = NO_SLOTS  # [T]
     window_tables: Int32 = NO_TABLES  # [B, W]
+
+    @property
+    def scored(self) -> NDArray[np.bool_]:
+        """Whether the log-probability of the token alone is wanted, of rows that sample: [n]."""
+        return self.facts["logprob_divisors"][self.samples] > 0
 
     @property
     def all_sample(self) -> bool:

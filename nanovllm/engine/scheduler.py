@@ -288,6 +288,12 @@ class Scheduler:
         while self.running:
             self._take_back(self.running[-1])
 
+    def compute_all_again(self) -> None:
+        """All sequences begin again, and no block is cached: what they hold is of old weights."""
+        while self.running:
+            self._take_back(self.running[-1])
+        self.block_manager, self._refused = self.block_manager.fresh(), None
+
     def advance(self, scheduled: Iterable[ScheduledSequence]) -> None:
         """Count the tokens of a step that has been launched; those it samples are pending."""
         self._num_in_flight += 1

@@ -14,6 +14,7 @@ import xxhash
 
 from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.token_sets import TokenSets
 
 if TYPE_CHECKING:
     from nanovllm.requests.detokenizer import Detokenizer
@@ -74,12 +75,14 @@ class Results:
         prompt_logprobs: those of the prompt tokens computed so far; None: not asked for.
         embedding: pooled hidden states of its prompt; None: not asked for, or not computed.
         has_nan: whether a result is NaN, which ends the sequence.
+        sampling_mask: tokens that its completion could have had; None: not asked for.
     """
 
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     embedding: list[float] | None = None
     has_nan: bool = False
+    sampling_mask: TokenSets | None = None
 
 
 class End(NamedTuple):

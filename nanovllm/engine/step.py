@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from nanovllm.engine.plan import SlotTable
     from nanovllm.graphs.step_graphs import StepGraphs
     from nanovllm.sampling.extras import Extras
+    from nanovllm.updates.sleeper import Sleeper
+    from nanovllm.updates.weights import Weights
 
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of a model
 ComputeLogits: TypeAlias = Callable[..., torch.Tensor]  # `Qwen3ForCausalLM.compute_logits`
@@ -83,13 +85,13 @@ class Step:
             hidden = states = self._compute(input_ids, inputs.positions)
         if rows is not None and context.kept_rows is None:
             states = hidden.index_select(0, rows)
-        n = len(states)
+        n, divisors = len(states), inputs.sampling.logprob_divisors
         if not n:  # chunks of prompts only
-            return Computed(input_ids.new_empty(0), states, hidden)
+            return Computed(input_ids.new_empty(0), states, hidden, divisors)
         out = None if self.logits is None else self.logits[:n]
         logits = self.compute_logits(states, out)
         tokens = self.sampler(logits, inputs.sampling, self.last_tokens)
-        return Computed(tokens, logits, hidden)
+        return Computed(tokens, logits, hidden, divisors)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class Built:
         graphs: CUDA graphs of steps; None in eager mode.
         extras: results of a step that only some requests ask for.
         compiler: compiles kernels beside this process; None where none are.
+        weights: the model's weights, to be filled again.
+        sleeper: gives the memory back; None without `enable_sleep_mode`.
     """
 
     device: torch.device
@@ -121,6 +125,8 @@ class Built:
     graphs: StepGraphs | None
     extras: Extras
     compiler: Compiler | None
+    weights: Weights
+    sleeper: Sleeper | None
 
     @property
     def pool_tokens(self) -> int:

@@ -129,11 +129,13 @@ class Computed(NamedTuple):
         tokens: [n] int32, sampled.
         logits: [n, len(vocab)], which the next step overwrites.
         hidden: [T, M], after the final norm; [n, M] where no more was asked for, and n > 0.
+        logprob_divisors: [n] float32, see `SamplingMetadata`.
     """
 
     tokens: torch.Tensor
     logits: torch.Tensor
     hidden: torch.Tensor
+    logprob_divisors: torch.Tensor
 
 
 class PendingTokens:

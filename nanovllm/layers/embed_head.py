@@ -10,8 +10,9 @@ from nanovllm.distributed.bulk import Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.sequence_parallel import gather_owned_rows, sum_over_ranks
-from nanovllm.layers.weights.int8_head import Int8Head, TiedWeight, in_int8
+from nanovllm.layers.weights.int8_head import in_int8
 from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.layers.weights.tied import TiedWeight
 from nanovllm.layers.weights.weight import PlainWeight, Weight
 
 
@@ -78,21 +79,28 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(VocabParallelEmbedding):
     """The LM head: hidden states to logits over this rank's part of the vocabulary."""
 
-    is_tied = False
+    _embedding: tuple[VocabParallelEmbedding, ...] = ()  # no submodule
 
     def _make_weight(self, num_rows: int, num_cols: int) -> Weight:
         return in_int8(num_rows, num_cols, self.build) or super()._make_weight(num_rows, num_cols)
 
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
-        """Share the values of the embedding, which the checkpoint stores once."""
-        self.is_tied = True
-        if isinstance(self.weight, Int8Head):
-            embedding.weight = TiedWeight(embedding.weight, self.weight)
-        else:
+        """Have the values of the embedding, which the checkpoint stores once: share its memory, or
+        be filled with it if this weight has another format.
+        """
+        self._embedding = (embedding,)
+        if type(self.weight) is PlainWeight:
             self.weight = embedding.weight
+        else:
+            embedding.weight = TiedWeight(embedding.weight, self.weight)
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding | None:
+        """The embedding whose values this has; None if it has its own."""
+        return next(iter(self._embedding), None)
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
-        return iter(()) if self.is_tied else super().shards(path)
+        return iter(()) if self._embedding else super().shards(path)
 
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, out: torch.Tensor | None = None

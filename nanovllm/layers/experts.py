@@ -1,6 +1,7 @@
 """Mixture of experts: gated MLPs, of which a router chooses a few for each token."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -235,7 +236,7 @@ class NumberedExperts(Experts):
             (down, self.down, i * M, self.outputs, self.part),
         ):
             yield from weight.shards(f"{path}.{name}", begin, rows, cols)
-            if isinstance(weight, Int4Weight):  # AutoGPTQ writes a bias for every layer
+            if isinstance(weight.stored, Int4Weight):  # AutoGPTQ writes a bias for every layer
                 yield f"{path}.{name}.bias", ZeroShard(torch.empty(0), (rows,))
 
 
@@ -270,8 +271,9 @@ class PackedExperts(Experts):
             ("down_proj", self.down, outputs, inner),
         ):
             parts = experts, rows, columns
-            if isinstance(weight, Mxfp4Weight):
-                yield from weight.stacked_shards(f"{path}.{name}", parts)
+            if isinstance(weight.stored, Mxfp4Weight):
+                of_both = partial(Mxfp4Weight.stacked_shards, name=f"{path}.{name}", parts=parts)
+                yield from weight.of_stored(of_both)
                 continue
             yield f"{path}.{name}", Shard(self.of_each(weight).mT, (experts, columns, rows))
         assert self.gate_up_bias is not None and self.down_bias is not None

@@ -86,7 +86,9 @@ class LinearBase(Layer):
             end = begin + len(rows.held)
             if self.bias is not None:
                 yield f"{module}.bias", Shard(self.bias.data[begin:end], (rows,))
-            elif isinstance(self.weight, Int4Weight):  # AutoGPTQ writes a bias for every layer
+            elif isinstance(
+                self.weight.stored, Int4Weight
+            ):  # AutoGPTQ writes a bias for every layer
                 yield f"{module}.bias", ZeroShard(torch.empty(0), (rows,))
             begin = end
 

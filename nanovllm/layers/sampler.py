@@ -20,12 +20,15 @@ class SamplingMetadata(NamedTuple):
         random_keys: [2, n] int32, two words for each request, uint32 in their bits.
         positions: [n] int32, position of the token to sample.
         slots: [n] int32, index of the token in the table of last tokens.
+        logprob_divisors: [n] float32, divisors of the logits for the token's log-probability; 0: it
+            is not wanted.
     """
 
     temperatures: torch.Tensor
     random_keys: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    logprob_divisors: torch.Tensor
 
     def on_host(self) -> "SamplingMetadata":
         """A copy in host memory."""

@@ -6,7 +6,15 @@ Knows safetensors files; each layer names the tensors that fill it (`Layer.shard
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -17,36 +25,30 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.checkpoint.files import INDEX, has_file, read_json
+from nanovllm.adapters.adapter import Adapter
+from nanovllm.adapters.merge import Merge
+from nanovllm.checkpoint.files import ADAPTER, INDEX, has_file, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.quantization import NOT_READ, OF_CODES
-from nanovllm.checkpoint.refusals import ADAPTER
+from nanovllm.checkpoint.names import (
+    EMBEDDING,
+    HEAD,
+    UNUSED,
+    as_saved,
+    left_out_prefixes,
+    other_names,
+)
+from nanovllm.checkpoint.quantization import OF_CODES
 from nanovllm.layers.base import Layer
 from nanovllm.layers.weights.shard import Shard
+from nanovllm.utils.checks import listed
 from nanovllm.utils.progress import startup_bar
 
 logger = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Prefixes of the text model in checkpoints that have other parts, as transformers 4 and 5 write it.
-TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-    "lm_head.": "lm_head.",
-}
-# Prefixes of the other parts of such checkpoints, which are left out, in both spellings.
-OTHER_PARTS = tuple(
-    f"{model}{part}."
-    for model in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "visual")
-)
-DRAFTS = "mtp."  # prefix of layers that draft tokens (Qwen3.5), which are left out of any model
 GATES = re.compile(r"\.in_proj_(a|b|ba)\.")  # of Gated DeltaNet, in names
 STACKED = ".mlp.experts.gate_up_proj"  # end of the name of experts in one tensor
 ROWS = 4096  # rows of a matrix to compare at once
-_SHOWN = 8  # names listed in an error
 
 
 def find_weights(directory: Path) -> dict[str, Path]:
@@ -69,17 +71,17 @@ def find_weights(directory: Path) -> dict[str, Path]:
         if elsewhere := [file for file in named if Path(file).name != file]:
             raise ValueError(
                 f"{directory / INDEX}: `weight_map` must name files of the same directory, got "
-                f"{_names(elsewhere)}: put them there, and their plain names into the index"
+                f"{listed(elsewhere)}: put them there, and their plain names into the index"
             )
         if missing := [file for file in named if not has_file(directory / file)]:
-            raise ValueError(f"{directory}: files named in {INDEX} are missing: {_names(missing)}")
+            raise ValueError(f"{directory}: files named in {INDEX} are missing: {listed(missing)}")
         return {name: directory / file for name, file in weight_map.items()}
     single = directory / SINGLE
     candidates = [single] if has_file(single) else sorted(directory.glob("*.safetensors"))
     files = [file for file in candidates if has_file(file)]
     if not files:
         others = sorted(path.name for path in directory.glob("*.bin"))
-        found_instead = f", but {_names(others)}" if others else ""
+        found_instead = f", but {listed(others)}" if others else ""
         raise ValueError(
             f"{directory} has no *.safetensors{found_instead}: only that format is read; convert "
             "others with transformers' `save_pretrained`"
@@ -110,53 +112,25 @@ def _open(file: Path) -> Iterator[Any]:
 def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
     """Map each checkpoint tensor's name to the parameter, or the rows of a packed one, it fills."""
     found: dict[str, Shard] = {}
-    filled: Counter[int] = Counter()  # elements filled, by storage
     for path, layer in model.named_modules():
         for name, shard in layer.shards(path) if isinstance(layer, Layer) else ():
             assert name not in found, f"{name} fills two parameters"
             found[name] = shard
-            if not shard.comes_last:
-                for target in shard.targets:
-                    filled[target.untyped_storage().data_ptr()] += target.numel()
+    return found
+
+
+def shards_of_all(model: nn.Module) -> dict[str, Shard]:
+    """The same for a model that has just been built, of which they must fill every element."""
+    found = checkpoint_shards(model)
+    filled: Counter[int] = Counter()  # elements filled, by storage
+    for shard in found.values():
+        if not shard.comes_last:
+            for target in shard.targets:
+                filled[target.untyped_storage().data_ptr()] += target.numel()
     for name, param in model.named_parameters():
         size = filled.get(param.untyped_storage().data_ptr())
         assert size in (param.numel(), 0), f"not all of {name} is filled"  # 0: rank without tokens
     return found
-
-
-def text_names(names: Iterable[str]) -> dict[str, str]:
-    """Map names of a text-only model's tensors to their names in a checkpoint with other parts."""
-    return {
-        own + name.removeprefix(prefix): name
-        for name in names
-        for prefix, own in TEXT_PREFIXES.items()
-        if name.startswith(prefix)
-    }
-
-
-def bare_names(names: Iterable[str]) -> dict[str, str]:
-    """Map the same names to those in a checkpoint saved without its head (Qwen3-Embedding), where
-    no name begins with `model.`; empty for other checkpoints.
-    """
-    names = list(names)
-    if any(name.startswith("model.") for name in names):
-        return {}
-    return {f"model.{name}": name for name in names if not name.startswith("lm_head.")}
-
-
-def as_saved(own: str, names: Mapping[str, str], files: Container[str]) -> str:
-    """The name of a tensor in a checkpoint, which may have other `names`. Transformers names the
-    scale of a whole tensor like those of scale blocks (`FP8Linear`).
-    """
-    spellings = [own, f"{own}_inv"] if own.endswith(".weight_scale") else [own]
-    found = [names.get(spelling, spelling) for spelling in spellings]
-    return next((name for name in found if name in files), found[0])
-
-
-def _other_names(files: Iterable[str], is_part: bool) -> dict[str, str]:
-    """Map names of a model's tensors to their names in a checkpoint, if those differ."""
-    files = list(files)
-    return bare_names(files) | (text_names(files) if is_part else {})
 
 
 def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
@@ -182,7 +156,7 @@ def _has_own_head(config: ModelConfig, files: Mapping[str, Path], directory: Pat
     """Whether a checkpoint whose config.json ties the LM head to the embedding has a head with
     other values. It counts, as in transformers, with a warning.
     """
-    names = _other_names(files, config.is_part)
+    names = other_names(files, config.is_part)
     embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
     if not {embedding, head} <= files.keys() or _are_equal(files, embedding, head):
         return False
@@ -215,11 +189,11 @@ def _warn_of_unread_files(directory: Path, read: Container[Path]) -> None:
             directory / SINGLE,
             INDEX,
         )
-    if has_file(directory / ADAPTER):
+    if directory / ADAPTER not in read and has_file(directory / ADAPTER):
         logger.warning(
-            "%s is ignored: if its adapter is not in the weights yet, merge it into them (peft: "
-            "`merge_and_unload` and `save_pretrained`)",
+            "%s is ignored: if its adapter is not in the weights yet, pass adapter=%r",
             directory / ADAPTER,
+            str(directory),
         )
 
 
@@ -241,9 +215,9 @@ class Matching(NamedTuple):
         """Reasons not to load the checkpoint; none if it fits."""
         problems = []
         if self.missing:
-            problems.append(f"missing from the checkpoint: {_names(self.missing)}")
+            problems.append(f"missing from the checkpoint: {listed(self.missing)}")
         if self.unused:
-            problems.append(f"not used by this model: {_names(self.unused)}")
+            problems.append(f"not used by this model: {listed(self.unused)}")
         of_codes = [name for name in self.missing + self.unused if name.endswith(OF_CODES)]
         if of_codes and not any(name.endswith(OF_CODES) for name in self.shards):
             problems.append(
@@ -267,20 +241,44 @@ def match(own: Mapping[str, Shard], saved: Collection[str], is_part: bool = Fals
         saved: names of the tensors in the checkpoint, without `OTHER_PARTS`.
         is_part: whether the checkpoint may have such parts.
     """
-    names = _other_names(saved, is_part)
+    names = other_names(saved, is_part)
     shards = {as_saved(name, names, saved): shard for name, shard in own.items()}
     embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
-    # Old checkpoints carry the rotary frequencies.
-    ignored = {name for name in saved if name.endswith(("rotary_emb.inv_freq", *NOT_READ))}
+    ignored = {name for name in saved if name.endswith(UNUSED)}
     is_tied = HEAD not in own
     if is_tied and embedding in saved:
         ignored.add(head)  # saved twice; `as_stored` has compared them
     elif is_tied and head in saved:
         shards[head] = shards.pop(embedding)
-    needed = {name for name, shard in shards.items() if not shard.is_optional}
+    needed = {name for name, shard in shards.items() if not shard.wanted.is_optional}
     missing = sorted(needed - set(saved))
     unused = sorted(set(saved) - set(shards) - ignored)
     return Matching(shards, missing, unused)
+
+
+def _of_text(files: Mapping[str, Path], is_part: bool) -> dict[str, Path]:
+    """The files of the tensors that a model may have, without those that are left out."""
+    left_out = left_out_prefixes(is_part)
+    return {name: file for name, file in files.items() if not name.startswith(left_out)}
+
+
+def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelConfig) -> None:
+    """Refuse adapters that cannot be merged into a checkpoint, before a model is built.
+
+    Args:
+        adapters: adapters, in the order in which they are merged.
+        directory: directory of the checkpoint.
+        config: the checkpoint's facts.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    if not adapters:
+        return
+    files, device = _of_text(find_weights(directory), config.is_part), torch.device("cpu")
+    merge = Merge(adapters, files, is_tied=config.tie_word_embeddings, device=device)
+    for name, source in _slices(sorted(merge.changed, key=files.__getitem__), files):
+        merge.source(name, source)
 
 
 def load_model(
@@ -289,6 +287,7 @@ def load_model(
     check: Callable[[], None] = lambda: None,
     *,
     is_part: bool = False,
+    adapters: Sequence[Adapter] = (),
 ) -> None:
     """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype. Only
     this rank's part of each tensor is read.
@@ -298,35 +297,53 @@ def load_model(
         directory: directory of the checkpoint.
         check: function called before each tensor, which may raise.
         is_part: whether the checkpoint may have `OTHER_PARTS`, which are left out.
+        adapters: adapters to merge into it, one after the other.
 
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.
     """
-    files, own = find_weights(directory), checkpoint_shards(model)
-    _warn_of_unread_files(directory, set(files.values()))
-    left_out = (*OTHER_PARTS, DRAFTS) if is_part else (DRAFTS,)
-    files = {name: file for name, file in files.items() if not name.startswith(left_out)}
+    device = next(model.parameters()).device
+    fill(shards_of_all(model), directory, device, check, is_part=is_part, adapters=adapters)
+
+
+def fill(
+    own: Mapping[str, Shard],
+    directory: Path,
+    device: torch.device,
+    check: Callable[[], None] = lambda: None,
+    *,
+    is_part: bool = False,
+    adapters: Sequence[Adapter] = (),
+) -> None:
+    """`load_model` for the shards of a model on a device."""
+    files = find_weights(directory)
+    merged = {Path(adapter.name) / ADAPTER for adapter in adapters}
+    _warn_of_unread_files(directory, merged.union(files.values()))
+    files = _of_text(files, is_part)
     matching = match(own, files, is_part)
     if problems := matching.problems():
         raise ValueError(f"{directory} does not match its config.json: {'; '.join(problems)}")
     shards = {name: shard for name, shard in matching.shards.items() if name in files}
     by_file = sorted(shards, key=lambda name: (shards[name].comes_last, files[name]))
-    _check_tensors(by_file, shards, files)
+    merge = Merge(adapters, files, is_tied=HEAD not in own, device=device)
+    for name, source in _slices(by_file, files):
+        shards[name].check(name, merge.source(name, source))
+    merge.log()
     with startup_bar(by_file, "Loading weights", "tensor") as bar:
-        for file, of_file in groupby(bar, key=files.__getitem__):
-            with _open(file) as tensors:
-                for name in of_file:
-                    check()
-                    shards[name].fill(tensors.get_slice(name))
+        for name, source in _slices(bar, files):
+            check()
+            shards[name].fill(merge.source(name, source))
 
 
-def _check_tensors(
-    by_file: Iterable[str], shards: Mapping[str, Shard], files: Mapping[str, Path]
-) -> None:
-    """Refuse tensors that their files lack, or that have another shape or dtype.
+def _slices(by_file: Iterable[str], files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
+    """Tensors of a checkpoint, of which nothing is read yet.
+
+    Args:
+        by_file: their names, those of a file together.
+        files: files by name.
 
     Raises:
-        ValueError: naming one.
+        ValueError: if a file lacks one.
     """
     for file, of_file in groupby(by_file, key=files.__getitem__):
         with _open(file) as tensors:
@@ -334,7 +351,7 @@ def _check_tensors(
             for name in of_file:
                 if name not in present:
                     raise ValueError(f"{file} lacks the tensor {name} that {INDEX} assigns to it")
-                shards[name].check(name, tensors.get_slice(name))
+                yield name, tensors.get_slice(name)
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:
@@ -343,7 +360,7 @@ def load_dummy(model: nn.Module, seed: int) -> None:
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    with startup_bar(list(checkpoint_shards(model).items()), "Loading weights", "tensor") as bar:
+    with startup_bar(list(shards_of_all(model).items()), "Loading weights", "tensor") as bar:
         for name, shard in bar:
             if shard.comes_last:
                 continue
@@ -358,8 +375,3 @@ def load_dummy(model: nn.Module, seed: int) -> None:
                     dtype = torch.float32 if len(shape) < 3 else torch.bfloat16  # of all experts
                 whole = torch.empty(shape, dtype=dtype, device=device)
                 shard.put(shard.read(whole.normal_(0.0, 0.02, generator=generator)))
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

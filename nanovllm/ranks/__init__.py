@@ -1,4 +1,4 @@
 """The processes of a model that is split over GPUs.
 
-Doors: `workers`, `meeting` and `processes`.
+Doors: `workers`, `meeting`, `processes`, and `letter` for what is too large for their channel.
 """

@@ -4,11 +4,13 @@ import logging
 import pickle
 import socket
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.ranks.channel import Channel
+from nanovllm.ranks.letter import Letter
 from nanovllm.ranks.processes import live, receive_object, send_object
 
 
@@ -66,7 +68,11 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
     channel = Channel(setup.channel_fd, size - 1, setup.channel_capacity)
     while sock.recv(1):
         method, args = pickle.loads(channel.read(setup.rank - 1))
-        getattr(runner, method)(*args)
+        if isinstance(args, Letter):  # all ranks do it together
+            attrgetter(method)(runner)(*args.read())
+            group.minimum(0)
+        else:
+            getattr(runner, method)(*args)
 
 
 def _ask(sock: socket.socket, key: str, value: bytes | None) -> bytes | None:

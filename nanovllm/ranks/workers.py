@@ -17,6 +17,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.engine.plan import max_plan_bytes
 from nanovllm.ranks.channel import Channel
+from nanovllm.ranks.letter import Letter
 from nanovllm.ranks.processes import (
     EXIT_TIMEOUT,
     WorkerError,
@@ -113,6 +114,16 @@ class Workers:
             WorkerError: if a worker has died.
             ConnectionError: if that has not been noticed yet; see `reason_of`.
         """
+        self._send(method, args)
+
+    def call_together(self, method: str, args: Letter) -> None:
+        """The same for a method that all ranks run at once, with arguments of any size: afterwards
+        each worker waits for all ranks. The method may be one of the runner's parts, by a path with
+        dots.
+        """
+        self._send(method, args)
+
+    def _send(self, method: str, args: "tuple[Any, ...] | Letter") -> None:
         self.check()
         self._channel.write(pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL))
         for worker in self._workers:

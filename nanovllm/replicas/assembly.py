@@ -4,6 +4,7 @@ from functools import partial
 
 from nanovllm.config import Config
 from nanovllm.engine.assembly import Entrance, Parts
+from nanovllm.replicas.memory import ReplicaMemory
 from nanovllm.replicas.messages import Facts
 from nanovllm.replicas.remote_request import remote
 from nanovllm.replicas.replicated_core import ReplicatedCore
@@ -30,5 +31,6 @@ def assemble(replicas: Replicas, facts: Facts, config: Config, entrance: Entranc
         max_model_len=entrance.max_model_len,
         num_blocks=facts.num_blocks,
         own=None,
+        memory=ReplicaMemory(replicas, facts.expected),
         remarks=(f"{config.data_parallel_size} replicas",),
     )

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.tracing.metrics import Latencies, Metrics
+from nanovllm.updates.ledger import Expected
 
 
 class Setup(NamedTuple):
@@ -33,6 +34,7 @@ class Facts(NamedTuple):
         num_blocks: blocks of its KV pool.
         pool_tokens: number of tokens of the longest sequence that the pool holds, alone.
         description: options that took effect, see `ModelRunner.describe`.
+        expected: tensors of the model.
     """
 
     max_model_len: int
@@ -40,6 +42,7 @@ class Facts(NamedTuple):
     num_blocks: int
     pool_tokens: int
     description: dict[str, Any]
+    expected: Expected
 
     def describe(self) -> dict[str, Any]:
         """The description."""
@@ -53,16 +56,28 @@ class News(NamedTuple):
     metrics: Metrics
 
 
-class Description(NamedTuple):
+class Answer(NamedTuple):
     """A replica's answer to a question.
 
     Attributes:
         question: number of the question.
+        value: answer.
+        error: what is wrong with the question; None: nothing.
+    """
+
+    question: int
+    value: Any
+    error: Exception | None = None
+
+
+class Description(NamedTuple):
+    """A replica, described by itself.
+
+    Attributes:
         metrics: metrics of the replica, see `LLMEngine.metrics`.
         latencies: histograms of its times.
     """
 
-    question: int
     metrics: dict[str, Any]
     latencies: Latencies
 

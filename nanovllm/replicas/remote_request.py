@@ -51,7 +51,10 @@ class RemoteRequest:
     Attributes:
         num_losses: number of replicas that died while they computed it.
         num_completion_tokens: known length of the longest completion, in tokens.
+        weight_version: version of the weights that compute it, see `LLM.update_weights`.
     """
+
+    weight_version: int | str = 0
 
     def __init__(
         self,

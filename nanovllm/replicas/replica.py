@@ -8,19 +8,29 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from nanovllm.adapters.adapter import Given
 from nanovllm.config import Config
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
 from nanovllm.ranks.processes import live, receive_object, send_object
-from nanovllm.replicas.messages import Description, Facts, Failure, News, Recorded, Setup
+from nanovllm.replicas.messages import (
+    Answer,
+    Description,
+    Facts,
+    Failure,
+    News,
+    Recorded,
+    Setup,
+)
 from nanovllm.replicas.remote_request import Order
+from nanovllm.updates.parcel import Parcel
 
 NEWS_SECONDS = 0.2  # between two messages with counters alone
 
@@ -53,6 +63,7 @@ class Replica(LLMEngine):
             built.num_blocks,
             built.pool_tokens,
             self.model_runner.describe(),
+            self._memory.expected(),
         )
 
     def take(self, orders: list[Order]) -> None:
@@ -71,9 +82,19 @@ class Replica(LLMEngine):
         self.core.reset()
         self._news.clear()
 
-    def answer(self, question: int) -> None:
-        """Send a description of this engine."""
-        self._tell(Description(question, self.metrics(), self.core.latencies))
+    def answer(self, question: int, method: str, *args: Any) -> None:
+        """Send what a method returns, or the error of a question that cannot be answered."""
+        try:
+            value, error = getattr(self, method)(*args), None
+        except (TypeError, ValueError, RuntimeError) as refused:
+            if self.executor.is_broken:
+                raise
+            value, error = None, refused
+        self._tell(Answer(question, value, error))
+
+    def describe(self) -> Description:
+        """A description of this engine."""
+        return Description(self.metrics(), self.core.latencies)
 
     def record(self, number: int) -> None:
         """Record this engine's steps and requests, as those of replica `number`."""
@@ -81,15 +102,54 @@ class Replica(LLMEngine):
             lambda lines: self._tell(Recorded(lines)), self._facts(), (number, f"replica {number}")
         )
 
-    def stop_recording(self, question: int) -> None:
-        """Stop recording, send what is left of the recording, then answer."""
+    def stop_recording(self) -> None:
+        """Stop recording, and send what is left of the recording."""
         self.core.timeline = None
         self._recorded()
-        self.answer(question)
+
+    # -- updates of the weights -----------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Compute nothing until `release`; see `Core.hold`."""
+        self.core.hold()
+        self._send(self._take_finished())
+
+    def release(self, version: int | str) -> None:
+        """Go on, with weights of this version."""
+        self.core.release(version)
+
+    def fill_parcel(self, parcel: Parcel) -> None:
+        """Fill the weights from the tensors of another process."""
+        self._memory.fill_parcel(parcel)
+
+    def end_update(self) -> None:
+        """Fill what comes last."""
+        self._memory.end_update()
+
+    def give_up_update(self) -> None:
+        """Forget what an update that has failed has left half done."""
+        self._memory.give_up_update()
+
+    def reload_ranks(self, adapters: Sequence[Given]) -> None:
+        """Fill the weights from the checkpoint again, with these adapters."""
+        self._memory.reload(adapters)
+
+    def sleep_ranks(self, level: int) -> None:
+        """Give the memory back."""
+        self._memory.sleep(level)
+
+    def wake_ranks(self, tags: list[str]) -> None:
+        """Take it again."""
+        self._memory.wake(tags)
+
+    # -- steps ----------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Compute a step, and send the news."""
-        finished = self.step()
+        self._send(self.step())
+
+    def _send(self, finished: list[RequestOutput]) -> None:
+        """Send the news of a step."""
         outputs = [self._short(output) for output in (*self._news, *finished)]
         self._news.clear()
         now = time.monotonic()
@@ -158,7 +218,7 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
         threading.Thread(target=partial(_listen, sock, commands), daemon=True).start()
         while True:
             try:
-                command = commands.get(block=replica.is_finished())
+                command = commands.get(block=replica.core.is_held or replica.is_finished())
             except queue.Empty:
                 replica.advance()
                 continue

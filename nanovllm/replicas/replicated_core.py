@@ -73,6 +73,7 @@ class ReplicatedCore(Core[RemoteRequest]):
         """Queue a request."""
         with self.reset_on_error():
             self.requests[request.request_id] = request
+            request.weight_version = self.weight_version
             self._dispatcher.add(request)
 
     def step(self) -> None:
@@ -92,6 +93,17 @@ class ReplicatedCore(Core[RemoteRequest]):
                 del self.requests[request.request_id]
             if request.listener is not None:
                 request.listener(output)
+
+    def hold(self) -> None:
+        self._drop_left()
+        self._replicas.keep_as_they_are()
+        self._replicas.tell_all("hold")
+        self._book_all(0.0)
+        self.is_held = True
+
+    def release(self, version: int | str) -> None:
+        super().release(version)
+        self._replicas.tell_all("release", version)
 
     def _book_all(self, seconds: float) -> None:
         """Book the replicas' messages. Waits up to `seconds` if there are none yet."""
@@ -137,7 +149,9 @@ class ReplicatedCore(Core[RemoteRequest]):
             "%s; its %d unfinished requests go to another replica, and it is %s%s",
             how,
             len(lost),
-            "restarted" if again else "not restarted: it has ended too often",
+            "restarted"
+            if again
+            else "not restarted: it has ended too often, or the weights have been updated",
             trace,
         )
         if self._replicas.is_broken:
@@ -187,7 +201,7 @@ class ReplicatedCore(Core[RemoteRequest]):
         """
         self._drop_left()
         self._book_all(0.0)
-        found = self._replicas.ask()
+        found = self._replicas.ask("describe")
         described = [each.metrics for each in found.values()]
         latencies = Latencies()
         for each in found.values():

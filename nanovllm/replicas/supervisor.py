@@ -33,7 +33,7 @@ from nanovllm.ranks.processes import (
     wait_for_end,
 )
 from nanovllm.replicas.messages import (
-    Description,
+    Answer,
     Ended,
     Facts,
     Failure,
@@ -57,7 +57,7 @@ class _Replica:
     Attributes:
         outbox: messages to it, sent by a thread of its own, so that nobody waits for a process that
             hangs; None ends it.
-        answers: descriptions that it was asked for; None when it has ended.
+        answers: answers to questions; None when it has ended.
         facts: facts about its engine; None until it is ready.
         threads: two threads, one for its messages and one for the outbox.
     """
@@ -65,7 +65,7 @@ class _Replica:
     def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
         self.process, self.socket = process, sock
         self.outbox: SimpleQueue[Any] = SimpleQueue()
-        self.answers: SimpleQueue[Description | None] = SimpleQueue()
+        self.answers: SimpleQueue[Answer | None] = SimpleQueue()
         self.facts: Facts | None = None
         self.threads: list[threading.Thread] = []
 
@@ -115,7 +115,7 @@ class Replicas:
         self._has_come = threading.Event()
         self._num_questions = 0
         self._write: Callable[[list[str]], None] | None = None  # writes their recordings
-        self.is_broken = False
+        self.is_broken, self._restarts = False, True
 
     @property
     def num_restarts(self) -> int:
@@ -191,8 +191,10 @@ class Replicas:
             self._replicas[number] = replica
 
     def start_again(self, number: int) -> bool:
-        """Restart a replica that has ended, unless it has failed too often. Returns whether."""
-        again = self._tries[number] <= MAX_RESTARTS
+        """Restart a replica that has ended, unless it has failed too often or the weights are no
+        longer the checkpoint's. Returns whether.
+        """
+        again = self._restarts and self._tries[number] <= MAX_RESTARTS
         if again:
             try:
                 self._start(number)
@@ -209,7 +211,7 @@ class Replicas:
                 message = receive_object(replica.socket)
                 if isinstance(message, Failure):
                     failure = message
-                elif isinstance(message, Description):
+                elif isinstance(message, Answer):
                     replica.answers.put(message)
                 elif isinstance(message, logging.LogRecord):
                     _log(message)
@@ -284,26 +286,53 @@ class Replicas:
         finally:
             self._write = None
 
-    def ask(self, method: str = "answer") -> dict[int, Description]:
-        """Have all replicas that are ready describe themselves. The result lacks those that end
-        meanwhile or do not answer within `ANSWER_SECONDS`.
+    def ask(
+        self, method: str, *args: Any, seconds: float | None = ANSWER_SECONDS
+    ) -> dict[int, Any]:
+        """Ask all replicas that are ready what a method of theirs returns. The result lacks those
+        that end meanwhile or do not answer in time (None: there is no hurry).
+
+        Raises:
+            TypeError, ValueError, RuntimeError: if the question cannot be answered.
         """
         self._num_questions += 1
-        found: dict[int, Description] = {}
+        found: dict[int, Any] = {}
         asked = [(number, self._replicas[number].answers) for number in self.ready]
         for number, _ in asked:
-            self.tell(number, method, self._num_questions)
-        deadline = time.monotonic() + ANSWER_SECONDS
+            self.tell(number, "answer", self._num_questions, method, *args)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        errors = []
         for number, answers in asked:
             with contextlib.suppress(queue.Empty):
                 while number not in found:  # answers to earlier questions may come first
-                    answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    answer = answers.get(timeout=left)
                     if answer is None:
                         answers.put(None)  # for the next question
                         break
                     if answer.question == self._num_questions:
-                        found[number] = answer
+                        found[number] = answer.value
+                        errors += [answer.error] if answer.error is not None else []
+        for error in errors:
+            raise error
         return found
+
+    def tell_all(self, method: str, *args: Any) -> None:
+        """Have all replicas run a method, and wait for that.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: if one refuses.
+            WorkerError: if none is left.
+        """
+        if not self.ask(method, *args, seconds=None):
+            raise WorkerError(0, 1, "", "replica")
+
+    def keep_as_they_are(self) -> None:
+        """Restart no replica from now on: its weights would be those of the checkpoint."""
+        self._restarts = False
+        for replica in self._replicas.values():
+            if replica.facts is None:  # it is starting
+                replica.process.kill()
 
     def close(self) -> None:
         """End all replicas. May be called again."""

@@ -33,6 +33,7 @@ OnError: TypeAlias = Literal["raise", "return"]
 
 OTHERS = '; on_error="return" completes the others'
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+TOKEN_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
 TEXT_FIELDS = {  # sampling parameters that need a tokenizer, and the remedies without one
     "stop": "pass stop_token_ids",
     "bad_words": "pass logit_bias",
@@ -55,6 +56,7 @@ class Intake:
         pool_tokens: tokens that fit the KV pool.
         block_size: tokens of a KV block.
         seed: seed of requests without one.
+        logprobs_mode: mode of requests without one, see `SamplingParams`.
 
     Attributes:
         decoder: decoder of tokens to text.
@@ -72,13 +74,14 @@ class Intake:
         pool_tokens: int,
         block_size: int,
         seed: int,
+        logprobs_mode: str,
     ) -> None:
         self.decoder = Decoder(tokenizer)
         self._samples = Samples(tokenizer, self.decoder, vocab_size, block_size, seed)
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids, self._default = eos_token_ids, default
         self._max_model_len, self._pool_tokens = max_model_len, pool_tokens
-        self._grammar_compiler = grammars
+        self._grammar_compiler, self._logprobs_mode = grammars, logprobs_mode
         self._num_requests = self._num_seqs = 0  # ids given out so far
 
     # -- checks ---------------------------------------------------------------------------------
@@ -226,7 +229,7 @@ class Intake:
                     f"`{name}.{field}` needs a tokenizer, but the model directory has none: "
                     f"{remedy}"
                 )
-        for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for field in TOKEN_FIELDS:
             check_vocabulary(f"{name}.{field}", getattr(params, field) or (), self._vocab_size)
         special_stops(params, self.decoder.special_tokens, name)
         words: list[tuple[int, ...]] = []
@@ -234,7 +237,9 @@ class Intake:
             words = bad_word_tokens(self._tokenizer, params.bad_words, f"{name}.bad_words")
             tokens = list(itertools.chain(*words))
             check_vocabulary(f"{name}.bad_words", tokens, self._vocab_size)
-        return request_controls(params, self._vocab_size, self._eos_token_ids, words)
+        return request_controls(
+            params, self._vocab_size, self._eos_token_ids, words, self._logprobs_mode
+        )
 
     def _grammars(self, params: SamplingParams, count: int) -> list[Grammar | None]:
         """A grammar for each of `count` completions, since each is followed separately."""

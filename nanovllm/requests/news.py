@@ -53,7 +53,8 @@ class News:
 
 class AllNews(News):
     """News of which each output has all that was ever added. A token is copied when it is added and
-    when a caller reads `token_ids`, `text` or `logprobs`; not for outputs that nobody reads.
+    when a caller reads `token_ids`, `text`, `logprobs` or `sampling_mask`; not for outputs that
+    nobody reads.
     """
 
     def _take(self) -> list[CompletionOutput]:
@@ -64,8 +65,8 @@ class _Growing:
     """A completion that may continue.
 
     Attributes:
-        token_ids, text, logprobs: parts added so far. They only grow, so that a beginning of them
-            never changes.
+        token_ids, text, logprobs, masks: parts added so far. They only grow, so that a beginning of
+            them never changes.
         last: part that was added last.
         has_some: whether a part was added since the last `take`; one that ends by an error may have
             no tokens.
@@ -75,6 +76,7 @@ class _Growing:
         self.token_ids: list[int] = []
         self.text = io.StringIO()
         self.logprobs: list[dict[int, Logprob]] = []
+        self.masks: list[list[int] | None] = []
         self.has_some = False
         self._so_far: CompletionOutput | None = None
 
@@ -84,12 +86,14 @@ class _Growing:
             self.text.write(part.text)
         if part.logprobs is not None:
             self.logprobs += part.logprobs
+        if part.sampling_mask is not None:
+            self.masks += part.sampling_mask
         self.last, self.has_some, self._so_far = part, True, None
 
     def take(self) -> CompletionOutput:
         """The parts added so far, which are then forgotten."""
-        taken = self._output(self.token_ids, self.logprobs)
-        self.token_ids, self.logprobs, self.has_some = [], [], False
+        taken = self._output(self.token_ids, self.logprobs, self.masks)
+        self.token_ids, self.logprobs, self.masks, self.has_some = [], [], [], False
         if self.text.tell():
             self.text = io.StringIO()
         return taken
@@ -98,17 +102,23 @@ class _Growing:
         """The parts added so far, which are kept."""
         if self._so_far is None:
             if self.last.finished():
-                self._so_far = self._output(self.token_ids[:], self.logprobs[:])
+                self._so_far = self._output(self.token_ids[:], self.logprobs[:], self.masks[:])
             else:
                 self._so_far = self._beginning()
         return self._so_far
 
-    def _output(self, token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> CompletionOutput:
+    def _output(
+        self,
+        token_ids: list[int],
+        logprobs: list[dict[int, Logprob]],
+        masks: list[list[int] | None],
+    ) -> CompletionOutput:
         last = self.last
         made = {
             "text": self.text.getvalue(),
             "token_ids": token_ids,
             "logprobs": None if last.logprobs is None else logprobs,
+            "sampling_mask": None if last.sampling_mask is None else masks,
         }
         return CompletionOutput.of({**vars(last), **made})
 
@@ -147,6 +157,11 @@ class CompletionSoFar(CompletionOutput):
     def logprobs(self) -> list[dict[int, Logprob]] | None:  # type: ignore[override]
         has_logprobs = self._growing.last.logprobs is not None
         return self._growing.logprobs[: self._num_tokens] if has_logprobs else None
+
+    @cached_property
+    def sampling_mask(self) -> list[list[int] | None] | None:  # type: ignore[override]
+        has_mask = self._growing.last.sampling_mask is not None
+        return self._growing.masks[: self._num_tokens] if has_mask else None
 
     def _plain(self) -> CompletionOutput:
         return CompletionOutput(*(getattr(self, each.name) for each in self._fields))

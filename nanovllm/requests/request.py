@@ -82,7 +82,12 @@ class Request:
         params: sampling parameters of all completions.
         seqs: one sequence for each completion.
         listener: function that gets new output; then it alone is told of the request's end.
+
+    Attributes:
+        weight_version: version of the weights that compute it, see `LLM.update_weights`.
     """
+
+    weight_version: int | str = 0
 
     def __init__(
         self,
@@ -141,6 +146,7 @@ class Request:
                 "error": next(
                     (seq.end.error for seq in self.seqs if seq.end and seq.end.error), None
                 ),
+                "weight_version": self.weight_version,
             }
         )
 
@@ -159,7 +165,11 @@ class Request:
                 text = "" if seq.detokenizer is None else seq.detokenizer.take()
                 token_ids = seq.token_ids[prompt + start : prompt + end]
                 logprobs = None if seq.results.logprobs is None else seq.results.logprobs[start:end]
-                news.append(_completion(seq, text, token_ids, logprobs))
+                mask = seq.results.sampling_mask
+                if mask is not None:
+                    mask.extend_to(end)
+                masks = None if mask is None else mask[start:end]
+                news.append(_completion(seq, text, token_ids, logprobs, masks))
         if news and self.listener is not None:
             self.listener(self._output(news, is_finished=is_finished))
 
@@ -173,7 +183,10 @@ class Request:
             hides = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
             shown = token_ids[:-1] if hides else token_ids  # without the token that stopped it
             text = decode(shown, self.params.skip_special_tokens, context)
-        return _completion(seq, text, token_ids, seq.results.logprobs)
+        mask = seq.results.sampling_mask
+        if mask is not None:
+            mask.extend_to(len(token_ids))
+        return _completion(seq, text, token_ids, seq.results.logprobs, mask)
 
 
 def text_context(decode: Decoder, prompt: list[int], params: SamplingParams) -> list[int]:
@@ -184,7 +197,9 @@ def text_context(decode: Decoder, prompt: list[int], params: SamplingParams) -> 
     return decode.context(prompt, params.skip_special_tokens, keeps_first_space=has_form)
 
 
-def _completion(seq: Sequence, text: str, token_ids: list[int], logprobs: Any) -> CompletionOutput:
+def _completion(
+    seq: Sequence, text: str, token_ids: list[int], logprobs: Any, mask: Any
+) -> CompletionOutput:
     return CompletionOutput.of(
         {
             "index": seq.index,
@@ -196,5 +211,6 @@ def _completion(seq: Sequence, text: str, token_ids: list[int], logprobs: Any) -
             "cumulative_logprob": None
             if seq.results.logprobs is None
             else seq.results.logprobs.total,
+            "sampling_mask": mask,
         }
     )

@@ -1,5 +1,7 @@
 """`Samples`: makes the sequences of a request's `n` samples, each from where it stands."""
 
+from collections.abc import Collection
+
 from nanovllm.engine.sequence import Results, Sequence
 from nanovllm.outputs import TokenLogprobs
 from nanovllm.requests.detokenizer import Detokenizer
@@ -7,6 +9,7 @@ from nanovllm.requests.inputs import Tokenizer, special_stops
 from nanovllm.requests.request import CheckedRequest, Ticket, Told, text_context
 from nanovllm.requests.text import Decoder
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.token_sets import TokenSets
 
 
 class Samples:
@@ -55,7 +58,8 @@ class Samples:
         completions = zip(ticket.completions.items(), checked.grammars, strict=False)
         for (index, told), grammar in completions:
             detokenizer = self._detokenizer(params, context) if is_followed else None
-            logprobs = self._logprobs(params.logprobs, params)
+            logprobs = self._logprobs(params.logprobs, params, params.logprob_token_ids)
+            mask = TokenSets(self._vocab_size) if params.return_sampling_mask else None
             if told.token_ids:
                 _catch_up(told, params, detokenizer, logprobs)
             seqs.append(
@@ -70,7 +74,9 @@ class Samples:
                     controls=checked.controls,
                     grammar=grammar,
                     detokenizer=detokenizer,
-                    results=Results(logprobs, None if seqs else prompt_logprobs),
+                    results=Results(
+                        logprobs, None if seqs else prompt_logprobs, sampling_mask=mask
+                    ),
                     pooling=pooling,
                     completion=told.token_ids,
                     arrived_at=ticket.arrived_at,
@@ -88,11 +94,13 @@ class Samples:
             special_stops(params, self._decoder.special_tokens),
         )
 
-    def _logprobs(self, count: int | None, params: SamplingParams) -> TokenLogprobs | None:
-        if count is None:
-            return None
+    def _logprobs(
+        self, count: int | None, params: SamplingParams, labels: Collection[int] | None = None
+    ) -> TokenLogprobs | None:
         text = self._decoder.token if params.detokenize else _no_text
-        return TokenLogprobs(min(count, self._vocab_size), text)
+        if labels is not None:
+            return TokenLogprobs(len(labels), text, of_labels=True)
+        return None if count is None else TokenLogprobs(min(count, self._vocab_size), text)
 
 
 def _catch_up(

@@ -1,5 +1,5 @@
 """Sampling with options of requests: controls, log-probabilities, structured outputs.
 
-Doors: `request_controls`, `controls` and `control_table` for the options of requests; `extras`,
-`extra_results` and `controlled_sampler` for their results on the device; `structured_output`.
+Doors: `request_controls`, `controls`, `control_table` for requests; `extras`, `logprobs`,
+`extra_results`, `controlled_sampler` for their results on the device; `structured_output`.
 """

@@ -10,7 +10,7 @@ import numpy as np
 
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import ScheduledSequence, Sequence
-from nanovllm.sampling.controls import IN_PROMPT, MAX_COUNT, NO_PENALTIES, Controls
+from nanovllm.sampling.controls import IN_PROMPT, MAX_COUNT, NO_PENALTIES, Controls, Reports
 from nanovllm.sampling.request_controls import BANNED
 from nanovllm.sampling.structured_output import Grammar, accept_tokens, fill_masks
 from nanovllm.sampling_params import NO_TOKEN
@@ -20,6 +20,7 @@ SMALLEST = float(np.finfo(np.float32).tiny)  # top_p, which must not become 0 in
 LOST = -1  # `Grammar.num_followed` if it is unknown
 NOBODY = -1  # in place of a `seq_id`
 NO_EDITS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+NO_LABELS = np.zeros(0, np.int32)
 
 # Tokens that have been sampled and are not booked yet; `NO_TOKEN` if the sequence will end with an
 # error, so that its results do not matter.
@@ -48,8 +49,10 @@ class ControlTable:
         self._top_p = np.ones(num_slots, np.float32)
         self._min_p = np.zeros(num_slots, np.float32)
         self._penalties = np.ones((3, num_slots), np.float32)
-        self._num_logprobs = np.zeros(num_slots, np.int32)
+        self._num_logprobs, self._modes = np.zeros((2, num_slots), np.int32)
+        self._divisors = np.ones(num_slots, np.float32)
         self._has_edits, self._has_mask = np.zeros((2, num_slots), np.bool_)
+        self._has_labels, self._reports_mask = np.zeros((2, num_slots), np.bool_)
         self._seq_ids = np.full(num_slots, NOBODY, np.int64)  # owner of each slot's controls
         self._num_counted = np.zeros(num_slots, np.int64)  # tokens in the device's counts
 
@@ -86,6 +89,10 @@ class ControlTable:
         self._top_p[slot] = max(top_p, SMALLEST)
         self._penalties[:, slot] = controls.penalties
         self._num_logprobs[slot] = controls.num_logprobs
+        report = controls.report
+        self._modes[slot], self._divisors[slot] = report.mode, report.divisor
+        self._has_labels[slot] = len(report.labels) > 0
+        self._reports_mask[slot] = report.has_mask
         self._has_edits[slot] = controls.has_edits
         self._has_mask[slot] = controls.is_guided or controls.allowed is not None
         self._num_counted[slot] = -1
@@ -129,7 +136,24 @@ class ControlTable:
             mask_rows=mask_rows,
             reset=slots[stale],
             counts=_counts([seqs[i] for i in np.flatnonzero(stale).tolist()], last_tokens),
+            reports=self._reports(slots, seqs),
+        )
+
+    def _reports(self, slots: Int32, seqs: list[Sequence]) -> Reports:
+        """What these sequences, in these slots, want to know of their draws."""
+        label_rows, labels = [NO_LABELS], [NO_LABELS]
+        for row in np.flatnonzero(self._has_labels[slots]).tolist():
+            controls = seqs[row].controls
+            assert controls is not None, f"{seqs[row]!r} has no controls"
+            labels.append(controls.report.labels)
+            label_rows.append(np.full(len(labels[-1]), row, np.int32))
+        return Reports(
             num_logprobs=self._num_logprobs[slots],
+            modes=self._modes[slots],
+            divisors=self._divisors[slots],
+            label_rows=np.concatenate(label_rows),
+            label_tokens=np.concatenate(labels),
+            masks=self._reports_mask[slots],
         )
 
 

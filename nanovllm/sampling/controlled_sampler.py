@@ -1,4 +1,4 @@
-"""`ControlledSampler`: draws for requests with controls; and log-probabilities."""
+"""`ControlledSampler`: draws for requests with controls."""
 
 import math
 from typing import NamedTuple
@@ -9,22 +9,21 @@ import torch
 from nanovllm.layers.embed_head import vocab_span
 from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
 from nanovllm.sampling.controls import MAX_COUNT, NO_FILTERS, Controls
-from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.device import runs_kernels, upload, upload_beside
 
 
-class Logprobs(NamedTuple):
-    """Log-probabilities of n rows by the model alone: the drawn token's and the N largest.
+class Drawn(NamedTuple):
+    """Draws from n rows.
 
     Attributes:
-        token_ids: [n, 1 + N] int32, tokens, the drawn one first.
-        values: [n, 1 + N] float32, log-probabilities; NaN if any logit of the row is.
-        ranks: [n] int32, rank of the drawn token; 1: the most likely.
+        tokens: [n] int32
+        logits: [n, V] after masks, edits and penalties; those of the model where no row has any.
+        least: [n] float32, least logits that could be drawn; None: all but -inf.
     """
 
-    token_ids: torch.Tensor
-    values: torch.Tensor
-    ranks: torch.Tensor
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    least: torch.Tensor | None = None
 
 
 class ControlledSampler:
@@ -52,9 +51,9 @@ class ControlledSampler:
         metadata: SamplingMetadata,
         controls: Controls,
         last_tokens: torch.Tensor,
-    ) -> torch.Tensor:
-        """Draw from logits: [n, V], with the metadata of these rows. Returns tokens [n] int32, also
-        written to last_tokens: [N] int32, by slot.
+    ) -> Drawn:
+        """Draw from logits: [n, V], with the metadata of these rows. The tokens are also written to
+        last_tokens: [N] int32, by slot.
         """
         by_kernels = runs_kernels(logits)
         here = logits.device if by_kernels else torch.device("cpu")
@@ -63,15 +62,17 @@ class ControlledSampler:
             return self._on_gpu(logits, metadata, controls, last_tokens, counts)
         slots, metadata = metadata.slots, metadata.on_host()
         x = process_logits(logits.cpu(), metadata.slots, controls, counts)
+        left, least = x, None
         if controls.has_filters:
-            x = filter_logits(x, metadata.temperatures, controls)
-        tokens, _ = sample_on_cpu(x, metadata, range(self.vocab_size), self.vocab_size)
+            least = least_logits(x, metadata.temperatures, controls)
+            left = x.masked_fill(x < least[:, None], -torch.inf)
+        tokens, _ = sample_on_cpu(left, metadata, range(self.vocab_size), self.vocab_size)
         drawn = tokens.to(last_tokens.device)
         last_tokens.index_copy_(0, slots.long(), drawn)
         if counts is not None:
             own = counts[metadata.slots, tokens]
             counts[metadata.slots, tokens] = own + ((own & MAX_COUNT) < MAX_COUNT)
-        return drawn
+        return Drawn(drawn, x, least)
 
     def _on_gpu(
         self,
@@ -80,7 +81,7 @@ class ControlledSampler:
         controls: Controls,
         last_tokens: torch.Tensor,
         counts: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> Drawn:
         from nanovllm.kernels.sampling import controls as kernels
         from nanovllm.kernels.sampling.draw import sample
         from nanovllm.kernels.sampling.thresholds import thresholds
@@ -97,7 +98,7 @@ class ControlledSampler:
             controls.edit_biases,
         )
         masks = upload_beside(logits.device, controls.masks)
-        span, (temperatures, keys, positions, slots) = vocab_span(self.vocab_size), metadata
+        span, (temperatures, keys, positions, slots, _) = vocab_span(self.vocab_size), metadata
         filters = controls.has_filters or self.invariant
         weighs = span == kernels.SPAN and not filters
         x, tops, weights = kernels.process(
@@ -113,7 +114,7 @@ class ControlledSampler:
         )  # fmt: skip
         if counts is not None:
             kernels.count(counts, slots, tokens)
-        return tokens
+        return Drawn(tokens, x, least)
 
     def _update_counts(self, device: torch.device, controls: Controls) -> torch.Tensor:
         """The table of counts, after new sequences' rows are reset."""
@@ -152,14 +153,16 @@ def process_logits(
     return x.masked_fill_(x.isnan(), -torch.inf)  # also NaN of a banned inf
 
 
-def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Controls) -> torch.Tensor:
-    """Apply min_p, top_k and top_p to x: [n, V] float32: logits that they exclude become -inf."""
-    x = x.clone()
+def least_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Controls) -> torch.Tensor:
+    """The least logit of each row of x: [n, V] float32 that min_p, top_k and top_p keep. Returns
+    [n] float32; -inf where they keep all.
+    """
+    least = torch.full((len(x),), -torch.inf, dtype=torch.float32)
     filters = (f.tolist() for f in (controls.top_k, controls.top_p, controls.min_p))
-    for row, T, top_k, top_p, min_p in zip(x, temperatures.tolist(), *filters, strict=True):
+    for i, (T, top_k, top_p, min_p) in enumerate(zip(temperatures.tolist(), *filters, strict=True)):
         if (top_k, top_p, min_p) == NO_FILTERS:
             continue
-        left = row  # the values that are kept
+        left = x[i]  # the values that are kept
         if min_p > 0:
             left = left[left.double() >= left.max().double() + T * math.log(min_p)]
         if top_k > 0:
@@ -168,34 +171,5 @@ def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Control
             left = left.sort(descending=True).values
             mass = (left.double() / T).softmax(0).cumsum(0)
             left = left[: int((mass < top_p).sum()) + 1]
-        row[row < left.min()] = -torch.inf
-    return x
-
-
-def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -> Logprobs:
-    """The log-probabilities of the drawn tokens [n] and of the `num_logprobs` most likely ones, by
-    logits [n, V].
-    """
-    if runs_kernels(logits):
-        from nanovllm.kernels.sampling.logprobs import logprobs
-
-        return Logprobs(*logprobs(logits, tokens, num_logprobs))
-    raw = logits.float()
-    x = raw.masked_fill(raw.isnan(), -torch.inf)
-    top = x.topk(min(num_logprobs, x.shape[1]), dim=1).indices
-    ids = torch.cat([tokens.long().unsqueeze(1), top], dim=1)
-    ranks = (x > x.gather(1, ids[:, :1])).sum(1).to(torch.int32) + 1
-    return Logprobs(ids.to(torch.int32), raw.log_softmax(-1).gather(1, ids), ranks)
-
-
-def invariant_logprobs_of(
-    logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int
-) -> Logprobs:
-    """`logprobs_of`, of at least `num_logprobs`, each row alike, whatever other rows want."""
-    most = min(MAX_LOGPROBS, logits.shape[1])
-    assert num_logprobs <= most, "all that anybody may want"
-    if runs_kernels(logits):
-        return logprobs_of(logits, tokens, most)
-    rows = zip(logits.split(1), tokens.split(1), strict=True)
-    parts = [logprobs_of(row.clone(), token, most) for row, token in rows]
-    return Logprobs(*map(torch.cat, zip(*parts, strict=True)))
+        least[i] = left.min()
+    return least

@@ -1,16 +1,42 @@
 """`Controls`: the arrays by which `ControlledSampler` samples. It uses numpy only, no device.
 
-Letters: n rows with controls, V vocabulary, W = ceil(V / 32) words of a mask, E edits.
+Letters: n rows with controls, V vocabulary, W = ceil(V / 32) words of a mask, E edits, K labels.
 """
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.sampling_params import LOGPROBS_MODES
 from nanovllm.utils.arrays import Float32, Int32
 
 NO_FILTERS = (0, 1.0, 0.0)  # top_k, top_p, min_p
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
 IN_PROMPT = -(1 << 15)  # sign bit of a token's count
 MAX_COUNT = (1 << 15) - 1
+RAW, TEMPERATURE, PROCESSED = range(len(LOGPROBS_MODES))
+
+
+class Reports(NamedTuple):
+    """The reports on the draws of these rows.
+
+    Attributes:
+        num_logprobs: [n] int32, most likely tokens to report beside the drawn one; -1: no
+            log-probabilities.
+        modes: [n] int32, index of their distribution in `LOGPROBS_MODES`.
+        divisors: [n] float32, divisors of the logits in it.
+        label_rows: [K] int32, rows that have further tokens to report, ascending.
+        label_tokens: [K] int32, these tokens.
+        masks: [n] bool, whether the tokens that could have been drawn are reported.
+    """
+
+    num_logprobs: Int32
+    modes: Int32
+    divisors: Float32
+    label_rows: Int32
+    label_tokens: Int32
+    masks: NDArray[np.bool_]
 
 
 class Controls(NamedTuple):
@@ -28,7 +54,7 @@ class Controls(NamedTuple):
         reset: [r] int32, slots whose counts are replaced by `counts`.
         counts: [3, h] int32: slot, token, and its count, which is negative for tokens in the prompt
             (`IN_PROMPT`).
-        num_logprobs: [n] int32, number of most likely tokens to report; -1: no log-probabilities.
+        reports: what is reported of the draws.
     """
 
     top_k: Int32
@@ -42,7 +68,7 @@ class Controls(NamedTuple):
     mask_rows: Int32
     reset: Int32
     counts: Int32
-    num_logprobs: Int32
+    reports: Reports
 
     @property
     def has_filters(self) -> bool:

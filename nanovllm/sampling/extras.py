@@ -1,6 +1,7 @@
 """`Extras`: results of a step that only some sequences ask for.
 
-These are tokens sampled with controls, log-probabilities of the prompt, and pooled hidden states.
+These are tokens sampled with controls, log-probabilities of tokens and of prompts, the tokens that
+could have been drawn, and pooled hidden states.
 All ranks take part, because each rank has a part of the logits; rank 0 gets the results.
 """
 
@@ -16,20 +17,18 @@ from nanovllm.engine.step_inputs import Computed
 from nanovllm.engine.step_layout import sampling_arrays
 from nanovllm.layers.embed_head import gather_vocab
 from nanovllm.layers.sampler import SamplingMetadata
-from nanovllm.sampling.controlled_sampler import (
-    ControlledSampler,
-    Logprobs,
-    invariant_logprobs_of,
-    logprobs_of,
-)
+from nanovllm.sampling.controlled_sampler import ControlledSampler, Drawn
 from nanovllm.sampling.controls import Controls
-from nanovllm.sampling.extra_results import ExtraResults
+from nanovllm.sampling.extra_results import Extra, ExtraResults
+from nanovllm.sampling.logprobs import Distributions
 from nanovllm.sampling.pooling import Pooling
 from nanovllm.sampling.prompt_logprobs import PromptLogprobs
+from nanovllm.sampling.reporting import Left, Scored, report_draws, score_own_tokens
 from nanovllm.utils.device import upload
 
 # Bytes per logit of a row with controls: the logit itself, collected from all ranks (6), edited
-# (4), gathered to search for thresholds (4), and the count of its token (2).
+# (4), gathered to search for thresholds (4), and the count of its token (2). Where these have been
+# gathered, the bits of the tokens that could be drawn are written later: an eighth of a byte.
 BYTES = 16
 
 
@@ -62,6 +61,8 @@ class Extras:
         self.prompt_logprobs = PromptLogprobs(compute_logits, vocab_size, group, invariant)
         self._pooling = Pooling(invariant)
         self.sampler = ControlledSampler(vocab_size, max_num_seqs + 1, invariant)
+        self._max_num_seqs = max_num_seqs
+        self._whole: Distributions | None = None  # of all rows that may sample
         self.max_bytes = BYTES * max_num_seqs * vocab_size
 
     def compute(
@@ -74,12 +75,35 @@ class Extras:
             computed: results of the model; tokens of rows with controls are replaced.
             controls: controls of the step, on rank 0; None if no row has any.
         """
-        logprobs = None
+        scored: list[Scored] = []
+        which, left = batch.scored, None
+        is_any = bool(which.any())  # on all ranks alike
         if plan.controlled.any():
-            logprobs = self.sample(batch, plan.controlled, computed, controls)
+            scored, left = self.sample(batch, plan.controlled, computed, controls)
+            for one in scored:
+                which[one.places] = False
+        if is_any:
+            scored += self.score(which, computed)
         prompt_logprobs = self.prompt_logprobs.compute(plan, computed.hidden)
         pooled = self._pooling.compute(plan, computed.hidden)
-        return ExtraResults(plan, logprobs, prompt_logprobs, pooled)
+        extra = Extra(scored, left, prompt_logprobs, pooled)
+        return ExtraResults(plan, extra, self._vocab_size)
+
+    def score(self, which: NDArray[np.bool_], computed: Computed) -> list[Scored]:
+        """The log-probabilities of tokens by the model's logits; of none on ranks above 0.
+
+        Args:
+            which: [n] bool, rows that sample whose log-probabilities are wanted.
+            computed: logits and tokens of all n rows.
+        """
+        logits = gather_vocab(computed.logits, self._vocab_size, self._group)
+        if self._group.rank or not which.any():
+            return []
+        if self._whole is None:
+            self._whole = Distributions.of_model(self._max_num_seqs, logits.device)
+        rows, _, least = (part[: len(logits)] for part in self._whole)
+        own = Distributions(rows, computed.logprob_divisors, least)
+        return [score_own_tokens(logits, computed.tokens, own, which, self._invariant)]
 
     def sample(
         self,
@@ -87,8 +111,9 @@ class Extras:
         controlled: NDArray[np.bool_],
         computed: Computed,
         controls: Controls | None,
-    ) -> Logprobs | None:
-        """Sample the rows with controls again, now with them, and replace their tokens.
+    ) -> tuple[list[Scored], Left | None]:
+        """Sample the rows with controls again, now with them, and replace their tokens. Returns
+        what they report.
 
         Args:
             batch: batch of B sequences.
@@ -105,23 +130,21 @@ class Extras:
         metadata = SamplingMetadata(*(by_name[name] for name in SamplingMetadata._fields))
         if len(rows) < len(logits):
             logits = logits.index_select(0, rows)
-        logits, logprobs = gather_vocab(logits, self._vocab_size, self._group), None
+        logits = gather_vocab(logits, self._vocab_size, self._group)
         # If the plain sampler draws nothing, because a logit is NaN, controls draw nothing either.
         # Until the end such a row has any token, for log-probabilities and the other ranks.
         plain = computed.tokens.index_select(0, rows)
+        scored: list[Scored] = []
+        left = None
         if controls is None:
             tokens = self._group.broadcast(torch.empty_like(metadata.slots))
             self._last_tokens.index_copy_(0, metadata.slots.long(), tokens)
         else:
+            drawn = Drawn(plain.clamp(min=0), logits)
             if controls.draws or self._invariant:
-                tokens = self.sampler(logits, metadata, controls, self._last_tokens)
-            else:
-                tokens = plain.clamp(min=0)
-            most = min(int(controls.num_logprobs.max()), self._vocab_size)
-            if most >= 0:
-                find = invariant_logprobs_of if self._invariant else logprobs_of
-                logprobs = find(logits, tokens, most)
-            self._group.broadcast(tokens)
+                drawn = self.sampler(logits, metadata, controls, self._last_tokens)
+            tokens = self._group.broadcast(drawn.tokens)  # the other ranks wait for them
+            scored, left = report_draws(logits, drawn, controls, own, self._invariant)
         tokens = torch.where(plain < 0, plain, tokens)
         computed.tokens.index_copy_(0, rows.long(), tokens)
-        return logprobs
+        return scored, left

@@ -8,7 +8,7 @@ import torch
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.embed_head import gather_vocab
-from nanovllm.sampling.controlled_sampler import Logprobs, invariant_logprobs_of, logprobs_of
+from nanovllm.sampling.logprobs import Logprobs, logprobs_of
 from nanovllm.utils.device import upload
 
 ROWS = 256  # of prompts, whose logits are computed at once
@@ -31,19 +31,19 @@ class PromptLogprobs:
         group: Group,
         invariant: bool = False,
     ) -> None:
-        self._logprobs_of = invariant_logprobs_of if invariant else logprobs_of
         self._compute_logits, self._vocab_size, self._group = compute_logits, vocab_size, group
+        self._invariant = invariant
 
-    def compute(self, plan: StepPlan, hidden: torch.Tensor) -> Logprobs | None:
+    def compute(self, plan: StepPlan, hidden: torch.Tensor) -> list[Logprobs]:
         """Log-probabilities of prompt tokens, each from the hidden state before it. At most `ROWS`
-        rows are computed at a time, to bound the memory of their logits.
+        rows are computed at a time, to bound the memory of their logits; each is a part.
 
         Args:
             plan: plan of the step.
             hidden: [T, M], hidden states of the whole step.
         """
         if not plan.prompt_logprobs.size:
-            return None
+            return []
         ends = np.cumsum(plan.num_tokens)
         rows: list[int] = []
         targets: list[int] = []
@@ -61,5 +61,5 @@ class PromptLogprobs:
             logits = self._compute_logits(hidden.index_select(0, index))
             logits = gather_vocab(logits, self._vocab_size, self._group)
             if self._group.rank == 0:
-                parts.append(self._logprobs_of(logits, drawn, most))
-        return Logprobs(*map(torch.cat, zip(*parts, strict=True))) if parts else None
+                parts.append(logprobs_of(logits, drawn, most, invariant=self._invariant))
+        return parts

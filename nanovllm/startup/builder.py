@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.adapters.adapter import open_adapters
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.compiling.compiler import Compiler, num_processes, target_of
 from nanovllm.compiling.rehearsal import Rehearsal, run_distinct_layers
 from nanovllm.config import Config
+from nanovllm.device_memory import pieces
 from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.plan import SlotTable
@@ -32,6 +34,9 @@ from nanovllm.sizing.activations import max_activations
 from nanovllm.sizing.model_size import model_size
 from nanovllm.startup.build import choose_build
 from nanovllm.tensors.fp8 import FP8
+from nanovllm.updates import settling
+from nanovllm.updates.sleeper import Sleeper
+from nanovllm.updates.weights import Weights
 from nanovllm.utils.device import (
     capability,
     computing_on,
@@ -108,10 +113,13 @@ class Builder:
             rehearse()
         beside(self.compiler is not None and self.compiler.num_pending > 0)
         self.load(model, build.dtype)
+        sleeper = self.make_sleeper(model, step)
         if not as_built:
             rehearse()
         activations = self.measure(step, pool, extras, build)
         num_blocks = self.allocate_kv_cache(model, pool, activations, build.max_model_len)
+        if sleeper is not None and pool.piece is not None:
+            sleeper.add(pool.piece)
         longest = min(build.max_model_len, pool.max_tokens(num_blocks))
         width = cdiv(longest, config.kvcache_block_size)
         graphs = None
@@ -134,6 +142,8 @@ class Builder:
             graphs=graphs,
             extras=extras,
             compiler=self.compiler,
+            weights=Weights(model, self.device, Path(config.model), model_config.is_part),
+            sleeper=sleeper,
         )
 
     def choose(self) -> tuple[Build, str]:
@@ -187,8 +197,13 @@ class Builder:
         if self.config.load_format == "dummy":
             load_dummy(model, self.config.seed)
         else:
-            is_part = self.model_config.is_part
-            load_model(model, Path(self.config.model), self.group.check, is_part=is_part)
+            load_model(
+                model,
+                Path(self.config.model),
+                self.group.check,
+                is_part=self.model_config.is_part,
+                adapters=open_adapters(self.config.adapters),
+            )
         dequantize(model)
         if self.config.fused_kernels and can_use_onednn(self.device, dtype):
             use_onednn(model)
@@ -200,6 +215,22 @@ class Builder:
             self.device,
             time.perf_counter() - start,
         )
+
+    def make_sleeper(self, model: Qwen3ForCausalLM, step: Step) -> Sleeper | None:
+        """Move weights and logits to memory that can sleep; None if the options do not ask for it.
+
+        Raises:
+            ValueError: if there is no such memory here.
+        """
+        if not self.config.enable_sleep_mode:
+            return None
+        if (reason := pieces.refusal(self.device)) is not None:
+            raise ValueError(f"`enable_sleep_mode` {reason}")
+        sleeper = Sleeper(model, settling.settle(model, self.device), self.device)
+        if step.logits is not None:
+            step.logits, piece = settling.move(step.logits)
+            sleeper.add(piece)
+        return sleeper
 
     def rehearse(
         self,
@@ -254,7 +285,7 @@ class Builder:
         num_blocks = self.group.minimum(pool.how_many_fit(max_model_len, own, own + activations))
         try:
             pool.allocate(num_blocks)
-        except (MemoryError, ValueError, torch.OutOfMemoryError):  # numpy's and torch's
+        except (MemoryError, ValueError, OSError, torch.OutOfMemoryError):  # see `allocate`
             size = pool.num_bytes(num_blocks) / memory.GIB
             raise ValueError(
                 f"a KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit into "

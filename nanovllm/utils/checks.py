@@ -3,9 +3,11 @@
 import dataclasses
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+SHOWN = 8  # names listed in an error
 PLAIN = {int, float, bool, str, tuple, dict, type(None)}  # most values, and checked fast
 
 
@@ -49,6 +51,12 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for an error, the first of many."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def is_number_or_none(value: Any) -> bool:

@@ -147,7 +147,7 @@ def runs_kernels(x: torch.Tensor) -> bool:
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     """Copy int32 and float32 arrays to the device in one pinned copy, each aligned to 16 bytes."""
     if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     offsets = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays]).tolist()
     host = torch.empty(offsets[-1], dtype=torch.int32, pin_memory=True)
     view = host.numpy()

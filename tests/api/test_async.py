@@ -213,17 +213,28 @@ def test_a_device_has_its_next_step_before_coroutines_run(overlap, checkpoint, m
 
 
 @pytest.mark.parametrize("kind", ["stream", "generate"])
-def test_what_has_queued_for_a_late_caller_is_one_output(kind, hall, checkpoint):
+def test_what_has_queued_for_a_late_caller_is_one_output(kind, hall, checkpoint, monkeypatch):
     """He comes back when all is over: one output has the rest."""
     params = SamplingParams(seed=3, n=2, max_tokens=30, logprobs=2, ignore_eos=True)
     with LLM(checkpoint, **SMALL) as llm:
         [whole] = llm.generate([PROMPT], params, use_tqdm=False)
+    step, taken = hall.llm.step, threading.Event()
 
     async def main():
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+        def stepping():
+            if hall.llm.core.metrics.num_steps > 2:
+                assert taken.wait(PATIENCE)  # or all would be the first output
+            step()
+            if hall.llm.is_finished():
+                loop.call_soon_threadsafe(over.set)
+
+        monkeypatch.setattr(hall.llm, "step", stepping)
         stream = getattr(hall.async_llm, kind)(PROMPT, params)
         outputs = [await anext(stream)]
-        while (await hall.metrics())["num_finished"] < 1:
-            assert not outputs[0].finished
+        taken.set()
+        await over.wait()
         outputs += [output async for output in stream]
         assert [output.finished for output in outputs] == [False, True]
         assert len(outputs[0]["token_ids"]) < 30

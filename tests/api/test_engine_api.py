@@ -91,7 +91,9 @@ def test_names_of_vllm(llm):
     assert llm.llm_engine.get_tokenizer() is llm.llm_engine.tokenizer
     with pytest.raises(AttributeError, match=r"no `get_metrics`: call metrics\(\)"):
         llm.get_metrics()
-    assert not hasattr(llm, "get_metrics")
+    with pytest.raises(AttributeError, match=r"pass tensors to update_weights\(\), or what"):
+        llm.init_weight_transfer_engine({"init_info": {}})
+    assert not hasattr(llm, "get_metrics") and not hasattr(llm, "init_weight_transfer_engine")
     assert "max_num_seqs: int = 512" in pydoc.render_doc(LLM)  # which asks for every attribute
     llm.shutdown()
     assert llm.is_closed
@@ -170,9 +172,11 @@ def test_metrics_explain_a_run(llm):
         "device": "cpu",
         "dtype": "float32",
         "quantization": "none",
+        "adapter": "none",
         "kv_cache_dtype": "float32",
         "tensor_parallel_size": 1,
         "data_parallel_size": 1,
+        "weight_version": 0,
         "all_reduce": "none",
         "cuda_graphs": 0,
         "max_num_seqs": 8,

@@ -166,6 +166,43 @@ with LLM("our/model", device="cpu", **{options!r}) as llm:
     assert shard.is_file() and len(hub.requests) > num_requests
 
 
+FIND_ADAPTER = """
+import sys
+from nanovllm.checkpoint.hub import adapter_directory
+for name in {names!r}:
+    try:
+        print(adapter_directory(name))
+    except ValueError as error:
+        print("ValueError:", error)
+assert "torch" not in sys.modules
+"""
+
+
+def test_an_adapter_by_its_name(hub: Hub, tmp_path: Path) -> None:
+    """Its two files are downloaded, not those of its training, then taken from the cache."""
+    hub.files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"1"}
+    wanted = {*hub.files}
+    hub.files |= {
+        "tokenizer.json": b"{}",
+        "optimizer.pt": b"",
+        "checkpoint-5/adapter_config.json": b"",
+    }
+    find = FIND_ADAPTER.format(names=["our/model", "our/none", "our model"])
+    directory, none, neither = ask(tmp_path, hub.url, find)
+    assert {path.name for path in Path(directory).iterdir()} == wanted
+    assert none.startswith("ValueError: `adapter` 'our/none' is not available: the hub has no such")
+    assert neither == (
+        "ValueError: `adapter` must be the directory of a PEFT adapter or a name on the hub like "
+        "owner/name, and 'our model' is neither"
+    )
+    find = FIND_ADAPTER.format(names=["our/model", "our/other"])
+    offline = ask(tmp_path, "http://127.0.0.1:9", find, HF_HUB_OFFLINE="1")
+    assert offline[0] == directory and "unset it, or pass the directory of a PEFT" in offline[1]
+    (Path(directory) / "adapter_model.safetensors").unlink()  # a download that was cut off
+    assert ask(tmp_path, hub.url, find)[0] == directory
+    assert (Path(directory) / "adapter_model.safetensors").is_file()
+
+
 def test_an_unavailable_model_gets_a_reason_and_a_remedy(hub: Hub, tmp_path: Path) -> None:
     calls = [("our/gated", None), ("our/none", None), ("our/model", "v7"), ("our/model", "v1")]
     gated, none, revision, found = ask(tmp_path, hub.url, FIND.format(calls=calls))

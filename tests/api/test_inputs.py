@@ -65,7 +65,8 @@ DEFAULT = SamplingParams()
 def make_intake(tokenizer, vocab_size, default=DEFAULT, max_model_len=MAX_MODEL_LEN):
     sizes = {"max_model_len": max_model_len, "pool_tokens": POOL_TOKENS, "block_size": 16}
     grammars = GrammarCompiler(tokenizer, vocab_size, ())
-    return Intake(tokenizer, vocab_size, (), default, grammars, seed=0, **sizes)
+    mode = "raw_logprobs"
+    return Intake(tokenizer, vocab_size, (), default, grammars, seed=0, logprobs_mode=mode, **sizes)
 
 
 def read_all(intake, prompts):
@@ -679,7 +680,7 @@ def test_own_parameters_are_refused_alone_and_others_with_the_call(tiny):
 @pytest.mark.parametrize(
     ("name", "nothing", "something", "hint"),
     [
-        ("lora_request", None, 1, "LoRA is not supported"),
+        ("lora_request", None, 1, r"LLM\(model, adapter=path\) merges"),
         ("priority", None, [1, 2], "order"),
         ("prompt_token_ids", None, [[1]], "as prompts"),
         ("tokenization_kwargs", {}, {"truncation": True}, "token ids"),

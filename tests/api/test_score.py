@@ -415,6 +415,27 @@ def test_places_without_the_most_likely() -> None:
     places.append([8, 1, 2], [-5.0, 0.0, 0.0], 31)
     assert list(places) == [{7: Logprob(-0.25, 1, "<7>")}, {8: Logprob(-5.0, 31, "<8>")}]
     assert not TokenLogprobs(3, text_of)
+    twin = TokenLogprobs(0, text_of)
+    for token, value, rank in ((7, -0.25, 1), (8, -5.0, 31)):
+        twin.append_token(token, value, rank)
+    assert twin == places and twin.total == places.total
+
+
+def test_places_leave_out_what_cannot_come() -> None:
+    """But for the token itself, and for labels, which have no ranks."""
+    values = [-math.inf, -0.5, -math.inf, -math.inf]
+    places = TokenLogprobs(3, text_of)
+    places.append([7, 3, 1, 2], values, 9)
+    own = Logprob(-math.inf, 9, "<7>")
+    assert list(places) == [{7: own, 3: Logprob(-0.5, 1, "<3>")}]
+    labels = TokenLogprobs(3, text_of, of_labels=True)
+    labels.append([7, 3, 7, 2], values, 9)
+    never = Logprob(-math.inf, None, "<2>")
+    assert list(labels) == [{7: own, 3: Logprob(-0.5, None, "<3>"), 2: never}]
+    assert pickle.loads(pickle.dumps(labels)) == labels
+    lost = TokenLogprobs(1, text_of)
+    lost.append([7, 3], [math.nan, math.nan], 1)
+    assert list(lost[0]) == [7, 3]
 
 
 @pytest.mark.parametrize(

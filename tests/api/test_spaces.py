@@ -16,7 +16,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from checkpoints import SMALL, gather, greedy, make_checkpoint
+from checkpoints import SMALL, gather, greedy, make_checkpoint, with_rare
 from nanovllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanovllm.batch import read_rows, run
 from nanovllm.sampling.structured_output import GrammarCompiler
@@ -184,6 +184,7 @@ def test_a_lone_metaspace_decoder_is_taken_for_what_it_is() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="replicas are tried on Linux only")
+@pytest.mark.parametrize("path", with_rare(DECODERS, "metaspace"), indirect=True)
 def test_replicas_and_coroutines_say_the_same(path: Path, llm: LLM) -> None:
     form = StructuredOutputsParams(choice=[" yes", " no"])
     params = [drawn(llm, i) for i in range(len(PROMPTS))]

@@ -49,8 +49,8 @@ def test_parameters_stand_in_a_row_or_in_an_object_of_their_own():
 
 WHOLE = {  # what pandas makes of integers in columns with gaps
     **{"max_tokens": 8.0, "top_k": 3.0, "seed": 5.0, "n": 2.0, "min_tokens": 1.0},
-    **{"logprobs": 2.0, "prompt_logprobs": 0.0, "stop_token_ids": [7.0, 8]},
-    **{"allowed_token_ids": [1.0, 7.0], "logit_bias": {"7": 2.0}},
+    **{"logprobs": 0.0, "prompt_logprobs": 0.0, "stop_token_ids": [7.0, 8]},
+    **{"logprob_token_ids": [7.0, 9], "allowed_token_ids": [1.0, 7.0], "logit_bias": {"7": 2.0}},
 }
 
 
@@ -80,7 +80,8 @@ def test_integers_may_be_written_as_floats():
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("value", [8.5, float("nan"), float("inf"), True, "8.0"], ids=repr)
 def test_other_floats_are_no_integers(name, value):
-    given = {"stop_token_ids": [value], "allowed_token_ids": [value], "logit_bias": {value: 1}}
+    names = "stop_token_ids", "allowed_token_ids", "logprob_token_ids"
+    given = {**{each: [value] for each in names}, "logit_bias": {value: 1}}
     with pytest.raises(TypeError, match=f"`{name}` must (be an integer|hold integer token ids)"):
         read_ask({"prompt": "x", name: given.get(name, value)}, DEFAULT)
     with pytest.raises(TypeError, match="must be an integer"):

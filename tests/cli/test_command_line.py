@@ -154,6 +154,8 @@ def parse(*args: str) -> tuple[dict[str, Any], dict[str, Any]]:
         (("--overlap",), {"overlap": True}),
         (("--no-overlap",), {"overlap": False}),
         (("--max-model-len", "none"), {"max_model_len": None}),
+        (("--adapter", "a"), {"adapter": ["a"]}),
+        (("--adapter", "a", "--adapter", "b/c"), {"adapter": ["a", "b/c"]}),
         (("--trace",), {"trace": True}),
         (("--trace", "run.json"), {"trace": "run.json"}),
         (("--quantization", "None", "--dtype", "half"), {"quantization": None, "dtype": "half"}),

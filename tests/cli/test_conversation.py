@@ -150,12 +150,17 @@ def test_an_interrupted_answer_is_kept(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(tiny: str) -> None:
-    command = [sys.executable, "-m", "nanovllm", "chat", "--device", "cpu", "--ignore-eos"]
     options = ["--temperature", "0", "--max-tokens", "none", "--num-kvcache-blocks", "16"]
     pid, terminal = pty.fork()
-    if pid == 0:
+    if pid == 0:  # has imported all, and begins at once
         os.environ["TERM"] = "dumb"  # readline writes no escape sequences then
-        os.execv(command[0], [*command, *options])
+        for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
+        code = 70
+        try:
+            code = main(["chat", "--device", "cpu", "--ignore-eos", *options])
+        finally:
+            os._exit(code)
 
     def read_until(text: str) -> str:
         found = ""

@@ -21,6 +21,7 @@ def told(seed: int, num_tokens: int, n: int, *, logprobs: bool) -> list[RequestO
     end = [num_tokens - rng.randrange(num_tokens // 2) for _ in range(n)]
     end[rng.randrange(n)] = num_tokens
     by_error = [rng.random() < 0.4 for _ in range(n)]
+    lists = "logprobs", "sampling_mask"
     for step in range(num_tokens):
         parts = []
         for index in range(n):
@@ -34,9 +35,10 @@ def told(seed: int, num_tokens: int, n: int, *, logprobs: bool) -> list[RequestO
                 if logprobs:
                     part["logprobs"] = [{token: Logprob(value, 1, None)}]
                     part["cumulative_logprob"] = value * step
+                    part["sampling_mask"] = [rng.choice([None, [token, 1000]])]
                 if by_error[index] and step == end[index] - 1:
                     part.update(text="", token_ids=[], finish_reason="error")
-                    part.update(logprobs=[] if logprobs else None)
+                    part.update(dict.fromkeys(lists, ()) if logprobs else {})
                 parts.append(CompletionOutput(index, **part))
         if parts:
             outputs.append(RequestOutput(7, "p", [1, 2], parts, step == num_tokens - 1, step))
@@ -52,6 +54,7 @@ def plainly(outputs: list[RequestOutput]) -> dict[int, CompletionOutput]:
     found = {}
     for index, own in sorted(parts.items()):
         last, logprobs = own[-1], [place for part in own for place in part.logprobs or ()]
+        masks = [mask for part in own for mask in part.sampling_mask or ()]
         found[index] = CompletionOutput(
             index=index,
             text="".join(part.text for part in own),
@@ -59,6 +62,7 @@ def plainly(outputs: list[RequestOutput]) -> dict[int, CompletionOutput]:
             finish_reason=last.finish_reason,
             logprobs=None if last.logprobs is None else logprobs,
             cumulative_logprob=last.cumulative_logprob,
+            sampling_mask=None if last.sampling_mask is None else masks,
         )
     return found
 
@@ -116,6 +120,7 @@ def test_whole_outputs_are_values() -> None:
     for own in (middle, kept[-1]):
         own.token_ids.append(-1)
         own.logprobs.clear()  # type: ignore[union-attr]
+        own.sampling_mask.clear()  # type: ignore[union-attr]
     assert kept[3] == plainly(outputs[:4])[0] and kept[5] == plainly(outputs[:6])[0]
     with pytest.raises(AttributeError, match="cannot assign"):
         kept[3].text = ""  # type: ignore[misc]

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 from tiny_reference import assert_greedy
 
 SCRIPT = """
 import faulthandler, json, logging, os, sys
 import torch
+from transformers import AutoTokenizer  # once, not in each child
 from nanovllm import LLM, SamplingParams, TINY
 
 model, prompts = TINY, json.loads(sys.argv[1])
@@ -56,6 +58,7 @@ child()
 """
 
 
+@pytest.mark.slow  # missing threads are waited for, seconds each time
 def test_an_engine_computes_in_a_fork(reference: Any) -> None:
     """Compute with one thread after a parent that has computed with several, where PyTorch waited
     forever for missing threads; with all threads after any other parent.

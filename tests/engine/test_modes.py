@@ -27,6 +27,10 @@ PARAMS = [
     {"temperature": 0.0, "prompt_logprobs": 2},
     {"seed": 5, "n": 2, "allowed_token_ids": [*range(40, 90)]},
     {"seed": 7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "logprobs": 1},
+    {
+        **{"seed": 9, "top_p": 0.8, "logprob_token_ids": [3, 4], "return_sampling_mask": True},
+        **{"logprobs_mode": "processed_logprobs"},
+    },
 ]
 OPTIONS = {**SMALL, "enable_prefix_caching": False}  # or what was cached would round otherwise
 

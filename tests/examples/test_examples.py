@@ -8,6 +8,8 @@ import ast
 import json
 import math
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from runs import PAGES, ROOT, SCRIPTS, Runner, blocks, first_command
+from runs import PAGES, ROOT, SCRIPTS, Runner, blocks, environment, first_command
 
 from nanovllm import LLM, TINY
 
@@ -97,10 +99,12 @@ def nothing_more(directory: Path, printed: str, run: Runner) -> None:
 
 
 CHECKS: dict[str, Callable[[Path, str, Runner], None]] = {
+    "best_of_n": nothing_more,
     "data_parallel": nothing_more,
     "embeddings": embeddings,
     "extraction": extraction,
     "prompts_file": prompts_file,
+    "rerank": nothing_more,  # below
     "scoring": nothing_more,  # below
     "synthetic_data": synthetic_data,
 }
@@ -120,6 +124,19 @@ def test_script_prints_what_its_page_says(name: str, tmp_path: Path, run: Runner
     printed = run(name, *args, directory=tmp_path)
     assert printed == output
     CHECKS[name](tmp_path, printed, run)
+
+
+@pytest.mark.slow
+def test_the_reward_rises(tmp_path: Path) -> None:
+    """As on the page, but for rounding. PyTorch differentiates in no fork."""
+    args, said = first_command("grpo")
+    command = [sys.executable, str(SCRIPTS["grpo"]), *args]
+    printed = subprocess.run(
+        command, cwd=tmp_path, env=environment(), check=True, capture_output=True, text=True
+    ).stdout
+    for text in (said, printed):
+        rewards = [float(line.rpartition(" ")[2]) for line in text.splitlines()]
+        assert len(rewards) == 12 and rewards[0] < 0.4 and min(rewards[-3:]) > 0.9
 
 
 def test_scores_are_those_of_transformers(reference: Any) -> None:
@@ -147,6 +164,29 @@ def test_scores_are_those_of_transformers(reference: Any) -> None:
     )
     assert per_token == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-4)
     assert bits == pytest.approx(-sum(expected) / math.log(2) / len(text), rel=1e-4)
+
+
+def test_reranking_is_that_of_transformers(reference: Any) -> None:
+    """A softmax over two logits, also behind a document that is cut."""
+    script = names("rerank")
+    query, documents = "What rises?", [*script["DOCUMENTS"], "sea " * 400]
+    with LLM(TINY, device="cpu", max_model_len=800) as llm:
+        tokenizer, limit = llm.get_tokenizer(), llm.max_model_len
+        found = script["score"](llm, query, documents)
+    assert len(set(found)) == 4
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    for score, document in zip(found, documents, strict=True):
+        asked = f"<Instruct>: {script['TASK']}\n<Query>: {query}\n<Document>: {document}"
+        end = ids(script["END"])
+        text = [*ids(script["BEGIN"]), *ids(asked)][: limit - 1 - len(end)] + end
+        assert (len(text) == limit - 1) == (document is documents[-1])
+        with torch.no_grad():
+            logits = reference(torch.tensor([text])).logits[0, -1].double()
+        pair = logits[[ord("y"), ord("n")]]  # a token is a byte
+        assert score == pytest.approx(pair.softmax(0)[0].item(), abs=1e-5)
 
 
 def test_the_check_of_synthetic_data_refuses_what_is_wrong() -> None:

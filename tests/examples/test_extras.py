@@ -54,6 +54,7 @@ def test_the_harness_finds_the_right_sums(adapted: Any, tmp_path: Path) -> None:
     assert float(value) > 0.97, "the checkpoint has learnt to add"
 
 
+@pytest.mark.slow  # the harness takes seconds to import
 def test_the_adapter_agrees_with_transformers(adapted: Any, reference: Any) -> None:
     """Also of texts that are empty, or longer than the model can see."""
     longest = 63
@@ -91,6 +92,7 @@ def test_the_adapter_agrees_with_transformers(adapted: Any, reference: Any) -> N
         assert found[1] == pytest.approx(logprobs([end, *b"472"])[0].sum().item(), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_adapter_generates_until(adapted: Any) -> None:
     with LLM(TINY, max_model_len=100, device="cpu") as llm:
         adapter = adapted.Adapter(llm)
@@ -111,6 +113,7 @@ def test_the_adapter_generates_until(adapted: Any) -> None:
     assert len({*drawn}) == 4
 
 
+@pytest.mark.slow
 def test_the_page_adapts_conversations(adapted: Any) -> None:
     page = (ROOT / "docs/tasks/lm_eval_harness.md").read_text("utf-8")
     [block] = re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S)

@@ -30,13 +30,24 @@ CONTROLS: list[dict[str, Any]] = [
     {"top_k": 1, "temperature": 2.0},
     {"top_p": 1e-9, "temperature": 0.5},
     {"min_p": 1.0, "temperature": 1.0},
+    {"top_k": 1, "temperature": 2.0, "logprobs": 3, "logprobs_mode": "processed_logprobs"},
+    {"top_k": 1, "temperature": 0.7, "logprobs": 0, "logprobs_mode": "temperature_logprobs"},
+    {"logprobs": 0, "logprobs_mode": "temperature_logprobs"},
+    {"logprobs": 0},
+    {
+        "logprob_token_ids": [52, 55, 3],
+        "logit_bias": {52: 1.0},
+        "logprobs_mode": "processed_logprobs",
+    },
+    {"allowed_token_ids": [48, 49, 50, 97], "return_sampling_mask": True},
+    {"top_k": 1, "temperature": 1.0, "min_tokens": 5, "return_sampling_mask": True},
 ]
 FORM = StructuredOutputsParams(regex="[a-f]{3}[0-9]{4}")
 
 
 def requests() -> tuple[list[Any], list[SamplingParams]]:
     params = [SamplingParams(**(GREEDY | own)) for own in CONTROLS * 2]
-    return make_prompts()[10::2][: len(params)], params
+    return (make_prompts()[10::2] * 2)[: len(params)], params
 
 
 def results(**options: Any) -> list[Any]:
@@ -50,6 +61,7 @@ def assert_same(found: list[Any], wanted: list[Any]) -> None:
         a, b = mine.outputs[0], other.outputs[0]
         assert (a.token_ids, a.text) == (b.token_ids, b.text)
         assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
+        assert a.sampling_mask == b.sampling_mask
         pairs = (a.logprobs, b.logprobs), (mine.prompt_logprobs, other.prompt_logprobs)
         for places, others in pairs:
             assert (places is None) == (others is None)

@@ -467,7 +467,7 @@ ONE = np.zeros(1, np.int32)
 def test_a_new_shape_of_decodes_has_its_graph_at_once(shape, is_new, before):
     """And a timer is told before the device begins with what is asked for."""
     graphs, calls = object.__new__(StepGraphs), []
-    computed = Computed(*torch.zeros(3, 2))
+    computed = Computed(*torch.zeros(4, 2))
     graph = Mock(replay=lambda: calls.append("replay")), computed
     graphs.sizes, graphs._coarse, graphs._max_prompt_tokens = [2], [0], TOKENS
     graphs._seen, graphs.num_replays, graphs._has_room = set(), 0, lambda _: True
@@ -488,7 +488,7 @@ def test_a_new_shape_of_decodes_has_its_graph_at_once(shape, is_new, before):
     if shape.shares:
         batch = batch._replace(prefixes=SharedPrefixes(ONE, ONE, ONE, ONE))
     timer = Mock(begin=lambda: calls.append("begin"))
-    assert [len(part) for part in graphs.replay(batch, timer)] == [1, 1, 1]
+    assert [len(part) for part in graphs.replay(batch, timer)] == [1, 1, 1, 1]
     if before is None:
         assert calls == ["fill", "begin", "compute"] and not graphs.captured
         calls.clear()

@@ -3,6 +3,7 @@ oracles of their own: in the interpreter, and compiled on a GPU.
 """
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from nanovllm.kernels.sampling.draw import sample
 from nanovllm.kernels.sampling.logprobs import logprobs
 from nanovllm.kernels.sampling.thresholds import thresholds
 from nanovllm.layers.embed_head import vocab_span
-from nanovllm.sampling.controlled_sampler import filter_logits, logprobs_of, process_logits
-from nanovllm.sampling.controls import IN_PROMPT, MAX_COUNT, Controls
+from nanovllm.sampling.controlled_sampler import least_logits, process_logits
+from nanovllm.sampling.controls import IN_PROMPT, MAX_COUNT, Controls, Reports
+from nanovllm.sampling.logprobs import Distributions, Labels, Logprobs, logprobs_of
 from nanovllm.sampling.request_controls import token_mask
 
 SEED = 5
@@ -32,7 +34,7 @@ pytestmark += [pytest.mark.gpu] if ON_GPU else []
 
 
 def no_controls(n: int, **changes: np.ndarray) -> Controls:
-    values = {
+    values: dict[str, Any] = {
         "top_k": np.zeros(n, np.int32),
         "top_p": np.ones(n, np.float32),
         "min_p": np.zeros(n, np.float32),
@@ -44,7 +46,7 @@ def no_controls(n: int, **changes: np.ndarray) -> Controls:
         "mask_rows": np.full(n, -1, np.int32),
         "reset": np.zeros(0, np.int32),
         "counts": np.zeros((3, 0), np.int32),
-        "num_logprobs": np.full(n, -1, np.int32),
+        "reports": Reports(*(np.zeros(0, np.int32) for _ in Reports._fields)),
     }
     return Controls(**(values | changes))
 
@@ -81,6 +83,20 @@ def random_logits(rng: np.random.Generator, n: int, V: int, kind: str) -> torch.
     return torch.from_numpy(x).to(torch.bfloat16 if kind == "16 bits" else torch.float32)
 
 
+def kernel_logprobs(
+    logits: torch.Tensor, drawn: torch.Tensor, N: int, distributions: Distributions | None = None
+) -> list[torch.Tensor]:
+    """Tokens, values and ranks."""
+    device = logits.device
+    own = distributions or Distributions.of_model(len(logits), device)
+    found = Logprobs.empty(len(drawn), N, 0, device)
+    logprobs(
+        logits, drawn.to(device), *(part.to(device) for part in own), found.token_ids, found.values,
+        found.ranks,
+    )  # fmt: skip
+    return [part.cpu() for part in (found.token_ids, found.values, found.ranks)]
+
+
 def kernel_process(
     logits: torch.Tensor, slots: torch.Tensor, c: Controls, counts: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,6 +112,12 @@ def kernel_process(
     assert torch.equal(given.nan_to_num(7), before.nan_to_num(7))
     assert results[2] is None, "no weights of spans were asked for"
     return results[:2]
+
+
+def filtered(logits: torch.Tensor, temperatures: torch.Tensor, c: Controls) -> torch.Tensor:
+    """The logits, -inf where the filters exclude them on a CPU."""
+    least = least_logits(logits, temperatures, c)
+    return logits.masked_fill(logits < least[:, None], -INF)
 
 
 def kernel_kept(logits: torch.Tensor, temperatures: torch.Tensor, c: Controls) -> torch.Tensor:
@@ -167,7 +189,7 @@ def test_thresholds(V: int, kind: str) -> None:
         min_p=np.array([0, 0, 0, 0.01, 0.05, 0, 0, 0, 0, 1, 0.5, 0], np.float32),
     )
     kept = kernel_kept(logits, temperatures, c)
-    want = filter_logits(logits.float(), temperatures, c) > -INF
+    want = filtered(logits.float(), temperatures, c) > -INF
     different = (kept != want).sum(1)
     assert (different[torch.from_numpy(c.top_p == 1)] == 0).all(), different
     probability = (logits / temperatures.clamp(min=1e-5)[:, None]).double().softmax(-1)
@@ -189,7 +211,7 @@ def test_thresholds_by_hand() -> None:
     )
     kept = kernel_kept(logits, temperatures, c)
     assert kept.sum(1).tolist() == [1, 2, 1, 2, 1, 4, 3, 1], "of the most likely"
-    assert torch.equal(kept, filter_logits(logits, temperatures, c) > -INF)
+    assert torch.equal(kept, filtered(logits, temperatures, c) > -INF)
 
 
 @pytest.mark.parametrize("kind", ["random", rare("ties"), rare("extremes"), rare("equal")])
@@ -202,7 +224,7 @@ def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     top_p = np.linspace(0.08, 0.98, n, dtype=np.float32)
     c = no_controls(n, top_p=top_p)
     kept = kernel_kept(logits, temperatures, c)
-    assert torch.equal(kept, filter_logits(logits, temperatures, c) > -INF)
+    assert torch.equal(kept, filtered(logits, temperatures, c) > -INF)
     assert kind in ("equal", "extremes") or len(set(kept.sum(1).tolist())) > n // 2
 
 
@@ -217,8 +239,7 @@ def test_logprobs(kind: str, V: int, num_logprobs: int) -> None:
     drawn = torch.from_numpy(rng.integers(V, size=n).astype(np.int32))
     drawn[:2] = logits[:2].argmax(-1)
     want = logprobs_of(logits, drawn, num_logprobs)
-    parts = logprobs(among_others(logits), drawn.to(DEVICE), num_logprobs)
-    tokens, values, ranks = (part.cpu() for part in parts)
+    tokens, values, ranks = kernel_logprobs(among_others(logits), drawn, num_logprobs)
     assert torch.equal(ranks, want.ranks)
     assert torch.equal(tokens[:, 0], drawn)
     for row in tokens[:, 1:].tolist():
@@ -230,13 +251,66 @@ def test_logprobs(kind: str, V: int, num_logprobs: int) -> None:
         torch.testing.assert_close(values, of_tokens, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", ["random", "ties", "few", "16 bits"])
+@pytest.mark.parametrize("V", [rare(40), 4097, LARGE])
+def test_distributions(kind: str, V: int) -> None:
+    """Rows in any order, at temperatures, over what is not below a bound; some are not wanted, and
+    some have no token.
+    """
+    rng, m = np.random.default_rng(SEED), 7
+    logits = random_logits(rng, 5, V, kind)
+    rows = torch.tensor([3, 0, 4, 4, 2, 1, 0], dtype=torch.int32)
+    divisors = torch.tensor([1, 0.7, 0, 1.5, 30, 0.01, 1])
+    bounds = logits[rows].float().nan_to_num(-INF).topk(9).values[:, -1]
+    least = torch.where(torch.arange(m) % 3 == 1, bounds, -INF)
+    drawn = logits[rows].float().nan_to_num(-INF).topk(4).indices[:, -1].to(torch.int32)
+    drawn[6] = -1
+    own = Distributions(rows, divisors, least)
+    tokens, values, ranks = kernel_logprobs(among_others(logits), drawn, 12, own)
+    wanted = divisors > 0
+    x = logits[rows].double() / divisors[:, None]
+    x = x.masked_fill(logits[rows].float() < least[:, None], -INF)
+    exact, lost = x.log_softmax(-1), logits[rows].isnan().any(1)
+    ids = tokens.long().clamp(min=0)
+    given = exact.gather(1, ids).float()[wanted]
+    torch.testing.assert_close(values[wanted], given, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert values[wanted & lost].isnan().all()
+    assert tokens[wanted, 0].tolist() == drawn[wanted].tolist()
+    exact = x.nan_to_num(-INF, INF, -INF)
+    larger = exact > exact.gather(1, ids[:, :1])
+    assert torch.equal(ranks[wanted], larger.sum(1)[wanted].int() + 1)
+    best = exact.sort(descending=True).values[:, :12]
+    assert torch.equal(exact.gather(1, ids[:, 1:])[wanted], best[wanted])
+    labels = Labels(*to_device(np.array([0, 1, 1, 5], np.int32), np.array([4, 7, 0, 9], np.int32)))
+    args = (part.to(DEVICE) for part in own)
+    found = logprobs_of(logits.to(DEVICE), drawn.to(DEVICE), 0, Distributions(*args), labels)
+    expected = x.log_softmax(-1)[labels.entries.long().cpu(), labels.tokens.long().cpu()].float()
+    torch.testing.assert_close(found.labels.cpu(), expected, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "few"])
+@pytest.mark.parametrize("V", [33, rare(4096), LARGE])
+def test_what_is_left(kind: str, V: int) -> None:
+    """The bits of what is not below the bound, ties of it included, nor -inf."""
+    rng = np.random.default_rng(SEED)
+    x = random_logits(rng, 5, V, kind).nan_to_num(-INF, INF, -INF)
+    rows = torch.tensor([4, 0, 3], dtype=torch.int32)
+    least = torch.tensor([-INF, x[0].topk(5).values[-1], x[3].max()])
+    found = kernels.left(x.to(DEVICE), rows.to(DEVICE), least.to(DEVICE)).cpu().numpy()
+    assert found.dtype == np.int32 and found.shape == (3, -(-V // 32))
+    bits = np.unpackbits(found.view(np.uint8), axis=1, bitorder="little")
+    want = ((x[rows] >= least[:, None]) & (x[rows] > -INF)).numpy()
+    assert np.array_equal(bits[:, :V], want) and not bits[:, V:].any()
+    assert kind != "ties" or want[1].sum() > 5
+
+
 def test_large_logits_do_not_round_log_probabilities() -> None:
     """The log-probabilities of certain tokens came out above 0."""
     logits = torch.zeros(24, 50)
     logits[:, 7] = 60 + 0.37 * torch.arange(24)
     logits[12:, 8] = logits[12:, 7] - 1
     drawn = torch.full((24,), 7, dtype=torch.int32)
-    _, values, _ = logprobs(logits.to(DEVICE), drawn.to(DEVICE), 1)
+    _, values, _ = kernel_logprobs(logits.to(DEVICE), drawn, 1)
     exact = logits.double().log_softmax(-1)[:, [7, 7]].float()
     torch.testing.assert_close(values.cpu(), exact, rtol=0, atol=3e-7)
     assert not (values > 0).any()

@@ -164,6 +164,8 @@ REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 REQUIRED |= {"num_attention_heads", "max_position_embeddings"}
 REQUIRE_THETA = {"Ministral3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 REQUIRE_THETA |= {"Qwen3MoeForCausalLM"}
+# In the files of all families alike, and about no layer.
+COMMON = {*json.loads(transformers.PretrainedConfig().to_json_string(use_diff=False))} - {"dtype"}
 LISTS = ("layer_types", "no_rope_layers")  # what follows from other keys, in files that lack them
 
 
@@ -192,6 +194,8 @@ def without_each(full: Raw) -> Iterator[tuple[str, Raw]]:
         if key in ("architectures", "model_type"):
             continue
         yield f"no {key}", {k: v for k, v in full.items() if k != key}
+        if key in COMMON:
+            continue
         yield f"null {key}", {**full, key: None}
         yield f"no {key}, no lists", {k: v for k, v in bare.items() if k != key}
     required = {"architectures", "model_type", *REQUIRED, *SIZES}
@@ -206,11 +210,18 @@ def without_each(full: Raw) -> Iterator[tuple[str, Raw]]:
         yield f"no {'.'.join(path)}", copy
 
 
+def write(directory: Path, raw: Raw) -> None:
+    """A config.json in the place of the last: one that is overwritten goes to the disk at once."""
+    file = directory / "config.json"
+    file.unlink(missing_ok=True)
+    file.write_text(json.dumps(raw))
+
+
 def facts(directory: Path, raw: Raw) -> Raw | str:
     """Facts that we read in a config.json, or the error. End-of-text tokens are left out, as the
     tokenizer knows more of them than the defaults of a class.
     """
-    (directory / "config.json").write_text(json.dumps(raw))
+    write(directory, raw)
     try:
         config = ModelConfig.from_pretrained(str(directory))
     except ValueError as error:
@@ -222,7 +233,7 @@ def facts(directory: Path, raw: Raw) -> Raw | str:
 
 def filled_in(directory: Path, raw: Raw) -> Raw | None:
     """`raw` with the defaults of transformers; None where it fails."""
-    (directory / "config.json").write_text(json.dumps(raw))
+    write(directory, raw)
     try:
         return written(AutoConfig.from_pretrained(directory))
     except Exception:  # of many kinds, some of none of its checks

@@ -18,6 +18,7 @@ import mxfp4_checkpoints
 import pytest
 import torch
 from attention_cases import HAS_CUDA
+from new_weights import assert_weights_change, with_other_values
 from plain_modules import assert_layers_know_their_names
 from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
@@ -287,6 +288,17 @@ def test_logprobs_are_those_of_transformers(path: Path) -> None:
             torch.testing.assert_close(torch.tensor(score.logprobs), want, atol=1e-4, rtol=0)
 
 
+# Packed tensors, biases, tied heads, experts, windows.
+REPLACED = {"phi 3", "qwen2, tied", "llama, biases", "qwen 3 moe", "gpt oss", "gemma 2"}
+
+
+@pytest.mark.parametrize(
+    "path", with_rare(CHECKPOINTS, *(CHECKPOINTS.keys() - REPLACED)), indirect=True
+)
+def test_new_weights_are_those_of_a_fresh_engine(path: Path, tmp_path: Path) -> None:
+    assert_weights_change(path, with_other_values(path, tmp_path / "other"))
+
+
 @pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
 def test_layers_know_their_names_and_sizes(path: Path) -> None:
     assert_layers_know_their_names(path)
@@ -305,6 +317,15 @@ def test_tokens_of_two_ranks_are_those_of_transformers(path: Path) -> None:
     with LLM(path, tensor_parallel_size=2, **SMALL) as llm:
         assert len(ranks_of(llm).runners) == 2
         assert_greedy(path, PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    "path", with_rare(CHECKPOINTS, *(CHECKPOINTS.keys() - {"qwen2, tied"})), indirect=True
+)
+def test_new_weights_of_two_ranks(path: Path, tmp_path: Path) -> None:
+    other = with_other_values(path, tmp_path / "other")
+    assert_weights_change(path, other, tensor_parallel_size=2)
 
 
 # With Triton's interpreter each takes seconds; these have every switch of the kernels.
@@ -928,7 +949,7 @@ def test_what_is_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     small_config(pickled)
     (pickled / "pytorch_model.bin").write_bytes(b"")
     for directory, match in (
-        (adapter, r"holds an adapter.*merge it into its base model 'Qwen/Qwen3-0.6B'"),
+        (adapter, r"holds an adapter.*pass its base model 'Qwen/Qwen3-0.6B' as `model`"),
         (gguf, r"holds GGUF files, which are not supported: pass the original"),
         (pickled, r"no \*\.safetensors, but pytorch_model\.bin: .* convert .*save_pretrained"),
     ):

@@ -24,8 +24,9 @@ from checkpoints import (
 from nanovllm import LLM
 from nanovllm.checkpoint.files import INDEX
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.names import EMBEDDING, HEAD
 from nanovllm.layers.weights.shard import Shard, UnheldShard
-from nanovllm.models.loader import EMBEDDING, HEAD, as_stored, checkpoint_shards, match
+from nanovllm.models.loader import as_stored, checkpoint_shards, match
 
 READABLE = {**SMALL, "fused_kernels": False}  # oneDNN keeps weights to itself
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

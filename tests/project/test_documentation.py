@@ -43,6 +43,7 @@ SMALL = {
         "--num-seqs 2 --longest 17 --layers 1 --batch-sizes 2 --repeat 1 --threads 1"
     ),
     "benchmarks/streams.py": "--model DIR --num-requests 1 --max-tokens 8 --repeat 1",
+    "benchmarks/updates.py": "--model DIR --repeat 1 --only update ipc sleep",
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 1 --repeat 1 --only one",
     "scripts/check_install.py": "",
 }
@@ -197,6 +198,10 @@ def test_shell_commands_run(
     monkeypatch.chdir(tmp_path)
     if program == "nanovllm" and script == "generate":
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "127+345="}')
+        if "--adapter" in args:
+            from peft_adapters import make_adapter
+
+            make_adapter(Path(nanovllm.TINY), tmp_path / args[args.index("--adapter") + 1])
         assert main([script, *(placeholders.get(arg, arg) for arg in args)]) == 0
         assert "1 of 1 rows" in capsys.readouterr().err
         return
@@ -286,7 +291,9 @@ def test_the_reference_has_everything() -> None:
     assert [name for name in names if name not in shown] == []
     for name, cls in (("LLM", LLM), ("AsyncLLM", AsyncLLM)):
         [members] = re.findall(rf"::: nanovllm\.{name}\n.*?\[(.*?)\]", pages["llm.md"], re.S)
-        public = {name for name in dir(cls) if not name.startswith("_")} - {"get_metrics"}
+        public = {name for name in dir(cls) if not name.startswith("_")} - {
+            *("get_metrics", "init_weight_transfer_engine"),
+        }
         assert public == {*re.findall(r"\w+", members)}
     commands = re.findall(r"<!-- flags: (\w+) -->", pages["command-line.md"])
     assert sorted(commands) == sorted(_parsers()[1])

@@ -9,6 +9,7 @@ import pytest
 from checkpoints import SMALL, TINY
 
 HOST_MODULES = {
+    "adapters": "directory config matching",
     "engine": "sequence block_manager scheduler plan step_layout engine_core",
     "scheduling": "admission prefixes stopping",
     "sizing": "memory model_size",

@@ -76,6 +76,7 @@ def assert_same(found, wanted):
         for mine, its in zip(ours.outputs, theirs.outputs, strict=True):
             assert mine.cumulative_logprob == pytest.approx(its.cumulative_logprob, abs=1e-3)
             assert [*map(texts, mine.logprobs or [])] == [*map(texts, its.logprobs or [])]
+            assert mine.sampling_mask == its.sampling_mask
 
 
 def texts(place):
@@ -122,13 +123,18 @@ KINDS = [
     replace(DRAWN, n=3),
     replace(GREEDY, stop=["4", " 2"], logprobs=2),
     replace(GREEDY, logprobs=1, prompt_logprobs=1),
-    replace(DRAWN, top_k=5, repetition_penalty=1.3, bad_words=["1"], seed=1),
+    replace(
+        *(DRAWN,),
+        **{"top_k": 5, "repetition_penalty": 1.3, "bad_words": ["1"], "seed": 1, "logprobs": 0},
+        **{"logprobs_mode": "processed_logprobs", "return_sampling_mask": True},
+    ),
     replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-f]{5}")),
     replace(DRAWN, max_tokens=3, seed=2),
 ]
 PARAMS = {"one for all": DRAWN, "each its own": KINDS * (len(PROMPTS) // len(KINDS))}
 
 
+@pytest.mark.slow
 def test_states_limit_what_a_replica_is_given(tmp_path: Path) -> None:
     """Half of the memory is for states, of fewer sequences than the option has: a replica gets as
     many requests, and an eighth more.
@@ -176,6 +182,15 @@ def joined(outputs):
     return [[tuple(found[i][index][:2]) for index in sorted(found[i])] for i in sorted(found)], [
         [found[i][index][2] for index in sorted(found[i])] for i in sorted(found)
     ]
+
+
+def masks_of(outputs):
+    """The masks of each completion, put together."""
+    found = {}
+    for output in sorted(outputs, key=lambda output: output.request_id):  # in their order
+        for each in output.outputs:
+            found.setdefault((output.request_id, each.index), []).extend(each.sampling_mask or ())
+    return [found[key] for key in sorted(found)]
 
 
 def as_joined(outputs):
@@ -301,7 +316,11 @@ def test_generate_survives_a_death(disturbed, one, monkeypatch, caplog):
 
 STREAMED = {
     "drawn": replace(DRAWN, seed=3),
-    "several": replace(DRAWN, seed=3, n=2, min_tokens=3, stop=["4", "e "], logprobs=0),
+    "several": replace(
+        *(DRAWN,),
+        **{"seed": 3, "n": 2, "min_tokens": 3, "stop": ["4", "e "], "logprobs": 0, "top_k": 40},
+        **{"logprobs_mode": "temperature_logprobs", "return_sampling_mask": True},
+    ),
     "form": replace(
         GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-f]{30}"), max_tokens=40
     ),
@@ -329,12 +348,14 @@ def test_stream_goes_on_elsewhere_from_what_was_told(case, disturbed, one):
     wanted = one.generate(PROMPTS, params, use_tqdm=False)
     found, logprobs = joined(outputs)
     assert found == as_joined(wanted)
+    assert masks_of(outputs) == masks_of(wanted)
     if params.logprobs is not None:
         sums = [[each.cumulative_logprob for each in output.outputs] for output in wanted]
         for mine, its in zip(logprobs, sums, strict=True):
             assert mine == pytest.approx(its, abs=1e-3)
 
 
+@pytest.mark.slow  # streams of an `LLM` go on likewise
 def test_async_goes_on_elsewhere(checkpoint, monkeypatch):
     prompts, params = [[i, i + 1] for i in range(12)], replace(DRAWN, seed=2)
 

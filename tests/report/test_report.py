@@ -426,7 +426,7 @@ def drawn(page: str) -> list[str]:
 
 
 @BROWSER
-@pytest.mark.parametrize("kind", ["gpu", "replicas", "cpu"])
+@pytest.mark.parametrize("kind", ["gpu", rare("replicas"), rare("cpu")])
 def test_the_page_draws_all_charts_without_an_error(kind: str, tmp_path: Path, path: Path) -> None:
     hostile = {**H200, "model": "</script><b>&"}
     wanted = ["throughput", "sequences", "pool", "waiting", "host", "roofline", "latencies"]

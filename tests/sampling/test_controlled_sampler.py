@@ -19,12 +19,11 @@ from nanovllm import SamplingParams
 from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
 from nanovllm.sampling.controlled_sampler import (
     ControlledSampler,
-    Logprobs,
-    filter_logits,
-    logprobs_of,
+    least_logits,
     process_logits,
 )
-from nanovllm.sampling.controls import NO_FILTERS, Controls
+from nanovllm.sampling.controls import NO_FILTERS, Controls, Reports
+from nanovllm.sampling.logprobs import Logprobs, logprobs_of
 from nanovllm.sampling.request_controls import token_mask
 
 SEED = 11
@@ -89,7 +88,16 @@ def make_controls(
         mask_rows=np.array(mask_rows, np.int32),
         reset=np.array([slot for slot, _ in known], np.int32),
         counts=np.array(counts, np.int32).reshape(-1, 3).T,
-        num_logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in rows], np.int32),
+        reports=Reports(
+            num_logprobs=np.array(
+                [-1 if p.logprobs is None else p.logprobs for p in rows], np.int32
+            ),
+            modes=np.zeros(n, np.int32),
+            divisors=np.ones(n, np.float32),
+            label_rows=np.zeros(0, np.int32),
+            label_tokens=np.zeros(0, np.int32),
+            masks=np.zeros(n, np.bool_),
+        ),
     )
 
 
@@ -99,9 +107,9 @@ def temperatures_of(rows: Sequence[SamplingParams]) -> torch.Tensor:
 
 def filtered(logits: torch.Tensor, rows: Sequence[SamplingParams]) -> torch.Tensor:
     before = logits.clone()
-    out = filter_logits(logits, temperatures_of(rows), make_controls(rows, logits.shape[1]))
+    least = least_logits(logits, temperatures_of(rows), make_controls(rows, logits.shape[1]))
     assert torch.equal(logits, before), "the logits are the caller's"
-    return out
+    return logits.masked_fill(logits < least[:, None], -INF)
 
 
 def draw(
@@ -122,12 +130,12 @@ def draw(
         )
         data = SamplingMetadata(*arrays)
         counts = sampler._update_counts(device, controls) if controls.has_penalties else None
-        drawn = sampler._on_gpu(logits, data, controls, last_tokens, counts)
+        drawn = sampler._on_gpu(logits, data, controls, last_tokens, counts).tokens
     else:
-        drawn = sampler(logits, data, controls, last_tokens)
+        drawn = sampler(logits, data, controls, last_tokens).tokens
     assert drawn.dtype == torch.int32 and drawn.shape == (n,)
     assert torch.equal(last_tokens[data.slots], drawn)
-    most = min(int(controls.num_logprobs.max()), V)
+    most = min(int(controls.reports.num_logprobs.max()), V)
     return drawn.cpu(), None if most < 0 else logprobs_of(logits, drawn, most)
 
 
@@ -695,7 +703,8 @@ def test_log_probabilities(num_logprobs: int, dtype: torch.dtype) -> None:
     assert found.values.dtype == torch.float32
     assert found.token_ids.shape == found.values.shape == (n, width)
     assert found.token_ids[:, 0].tolist() == tokens.tolist()
-    for row, token, ids, values, rank in zip(logits, tokens, *found, strict=True):
+    parts = found.token_ids, found.values, found.ranks
+    for row, token, ids, values, rank in zip(logits, tokens, *parts, strict=True):
         want = softmax_by_hand(row)
         with np.errstate(invalid="ignore"):
             np.testing.assert_allclose(values.numpy(), want[ids.numpy()], atol=2e-5, rtol=1e-6)

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from checkpoints import rare
 from nanovllm import SamplingParams
-from nanovllm.engine.plan import mark_sent, plan_step
+from nanovllm.engine.plan import FACTS, mark_sent, plan_step
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sent, Sequence, SequenceStatus
 from nanovllm.requests.inputs import bad_word_tokens
 from nanovllm.sampling.control_table import ControlTable, LastTokens
 from nanovllm.sampling.controls import Controls
 from nanovllm.sampling.request_controls import RequestControls, request_controls, token_mask
-from nanovllm.sampling_params import NO_TOKEN, StructuredOutputsParams
+from nanovllm.sampling_params import LOGPROBS_MODES, NO_TOKEN, StructuredOutputsParams
 
 BadWords = tuple[tuple[int, ...], ...]
 INF = np.inf
@@ -88,7 +88,7 @@ LASTING: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"frequency_penalty": 2.0, **GREEDY, "top_k": 4},
         {"penalties": (1.0, 0.0, 2.0), "has_penalties": True},
     ),
-    ({"logprobs": 0}, {"num_logprobs": 0}),
+    ({"logprobs": 0, "min_p": 0.5}, {"own_divisor": 1.0, "filters": (0, 1.0, 0.5)}),
     ({"logprobs": 7, **GREEDY}, {"num_logprobs": 7}),
     ({"logit_bias": {4: 0.5, 2: -3.0}}, {"bias": {4: 0.5, 2: -3.0}}),
     ({"allowed_token_ids": [3, 3]}, {"allowed": [3]}),
@@ -106,6 +106,7 @@ def test_requests_with_controls(options: dict[str, Any], want: dict[str, Any]) -
         "penalties": controls.penalties,
         "has_penalties": controls.has_penalties,
         "num_logprobs": controls.num_logprobs,
+        "own_divisor": controls.own_divisor,
         "bias": dict(zip(controls.bias_tokens.tolist(), controls.biases.tolist(), strict=True)),
         "allowed": mask,
         "is_guided": controls.is_guided,
@@ -116,6 +117,7 @@ def test_requests_with_controls(options: dict[str, Any], want: dict[str, Any]) -
         "penalties": (1.0, 0.0, 0.0),
         "has_penalties": False,
         "num_logprobs": -1,
+        "own_divisor": 0.0,
         "bias": {},
         "allowed": None,
         "is_guided": False,
@@ -240,7 +242,7 @@ def test_min_tokens_act_until_they_are_reached() -> None:
             assert found.edit_tokens.tolist() == [EOS, 7]
             assert found.edit_biases.tolist() == [-INF, -INF]
             assert not found.has_filters and not found.has_penalties and found.draws
-            assert found.num_logprobs.tolist() == [-1]
+            assert found.reports.num_logprobs.tolist() == [-1]
         seq.append_token(3)
 
 
@@ -281,7 +283,7 @@ def test_rows_are_those_that_sample() -> None:
     assert found.edit_starts.tolist() == [0, 0, 3]
     assert found.edit_tokens.tolist() == [2, 5, 8]
     assert found.edit_biases.tolist() == [-1, 3, 1]
-    assert found.num_logprobs.tolist() == [-1, 3]
+    assert found.reports.num_logprobs.tolist() == [-1, 3]
     assert found.mask_rows.tolist() == [-1, -1] and found.masks.shape == (0, 1)
     assert found.has_filters and not found.has_penalties
     assert plan(table, whole(plain, late)) is None
@@ -477,19 +479,34 @@ def test_a_slot_forgets_the_request_before() -> None:
     table = ControlTable(1, VOCAB_SIZE)
     every: dict[str, Any] = {
         **PENALTIES, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "logprobs": 5, "min_tokens": 9,
-        "allowed_token_ids": [1], "logit_bias": {1: 1.0},
+        "allowed_token_ids": [1], "logit_bias": {1: 1.0}, "return_sampling_mask": True,
+        "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
-    for options in ({}, {"logprobs": 1}, {"min_tokens": 1}, {"logit_bias": {2: 1.0}}, PENALTIES):
+    labels = {"logprob_token_ids": [3, 1]}
+    for options in (
+        {},
+        {"logprobs": 0},
+        {"logprobs": 1},
+        labels,
+        {"min_tokens": 1},
+        {"logit_bias": {2: 1.0}},
+        PENALTIES,
+    ):
         assert plan(table, whole(make(2, slot=0, **every))) is not None
         found = plan(table, whole(make(2, slot=0, **options)))
-        if not options:
+        if not options or options == {"logprobs": 0}:
             assert found is None
             continue
         assert found is not None
         assert not found.has_filters and not len(found.masks)
         assert found.has_penalties == (options is PENALTIES)
         assert len(found.reset) == (options is PENALTIES)
-        assert found.num_logprobs.tolist() == [options.get("logprobs", -1)]
+        reports = found.reports
+        wanted = 0 if options is labels else options.get("logprobs", -1)
+        assert reports.num_logprobs.tolist() == [wanted]
+        assert (reports.modes.tolist(), reports.divisors.tolist()) == ([0], [1.0])
+        assert reports.label_tokens.tolist() == ([3, 1] if options is labels else [])
+        assert not reports.masks.any()
         assert len(found.edit_tokens) == len(options.keys() & {"min_tokens", "logit_bias"})
 
 
@@ -536,7 +553,10 @@ class Engine:
             "min_p": [0.0, 0.5],
             "repetition_penalty": [1.0, 1.0, 1.5],
             "frequency_penalty": [0.0, 0.0, -0.5],
-            "logprobs": [None, None, 2],
+            "logprobs": [None, None, 0, 2],
+            "logprobs_mode": [None, *LOGPROBS_MODES],
+            "temperature": [0.0, 1.0, 1.5],
+            "return_sampling_mask": [False, True],
             "min_tokens": [0, 0, 4],
             "stop_token_ids": [None, None, [rng.randrange(V), 3]],
             "logit_bias": [None, None, {rng.randrange(V): 1.0, rng.randrange(V): -2.0}],
@@ -546,7 +566,10 @@ class Engine:
         }
         options = {name: rng.choice(values) for name, values in choices.items()}
         if rng.random() < 0.25:
-            options = {"max_tokens": 20, "ignore_eos": True}
+            own = {"logprobs": rng.choice([None, 0]), "logprobs_mode": options["logprobs_mode"]}
+            options = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.5, **own}
+        if not options.get("logprobs") and rng.random() < 0.2:
+            options["logprob_token_ids"] = [rng.randrange(V) for _ in range(rng.choice([1, 4]))]
         words: set[tuple[int, ...]] = set()
         if rng.random() < 0.4:  # some that will come up
             text = expected(make(prompt, **options), self.scheduler.max_model_len)
@@ -609,6 +632,9 @@ class Engine:
             last_tokens = self.last_tokens(sampling) if needs_tokens else {}
             found = self.table.controls(plan, scheduled, last_tokens)
         assert want == np.flatnonzero(plan.controlled[plan.samples]).tolist()
+        for seq in sampling:
+            assert FACTS["logprob_divisors"].of(seq) == self.scores_own(seq)
+            self.counts["own", self.scores_own(seq)] += 1
         self.counts["plain"] += len(sampling) - len(want)
         counted = []
         if found is not None:
@@ -629,14 +655,30 @@ class Engine:
                 raise FaultError
         return tokens
 
+    def filters(self, seq: Sequence) -> tuple[int, float, float]:
+        p = seq.sampling_params
+        return (0, 1.0, 0.0) if p.is_greedy else (p.top_k % VOCAB_SIZE, p.top_p, p.min_p)
+
+    def changes(self, seq: Sequence) -> bool:
+        """Whether its draws are not those of the softmax, at any position."""
+        p = seq.sampling_params
+        return bool(
+            self.filters(seq) != (0, 1.0, 0.0) or self.is_penalised(seq)
+            or p.logit_bias or p.allowed_token_ids is not None or self.bad_words[seq.seq_id]
+        )  # fmt: skip
+
     def is_controlled(self, seq: Sequence) -> bool:
         p = seq.sampling_params
-        lasts = (
-            0 < p.top_k < VOCAB_SIZE or p.top_p < 1 or p.min_p > 0 or self.is_penalised(seq)
-            or p.logprobs is not None or p.logit_bias or p.allowed_token_ids is not None
-            or self.bad_words[seq.seq_id]
-        )  # fmt: skip
-        return bool(lasts or self.bans_early(seq))
+        more = bool(p.logprobs or p.logprob_token_ids)  # than the token's own log-probability
+        return bool(self.changes(seq) or more or self.bans_early(seq))
+
+    def scores_own(self, seq: Sequence) -> float:
+        """The divisor where the token's own log-probability is of the model's logits."""
+        p = seq.sampling_params
+        is_raw = (p.logprobs_mode or "raw_logprobs") == "raw_logprobs"
+        if p.logprobs != 0 or p.logprob_token_ids or (self.changes(seq) and not is_raw):
+            return 0.0
+        return 1.0 if is_raw or p.is_greedy else p.temperature
 
     def is_penalised(self, seq: Sequence) -> bool:
         p = seq.sampling_params
@@ -650,11 +692,10 @@ class Engine:
 
     def check_row(self, found: Controls, i: int, seq: Sequence) -> None:
         p = seq.sampling_params
-        assert found.top_k[i] == p.top_k % VOCAB_SIZE
-        assert (found.top_p[i], found.min_p[i]) == (p.top_p, p.min_p)
+        assert (found.top_k[i], found.top_p[i], found.min_p[i]) == self.filters(seq)
         penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
         assert tuple(found.penalties[:, i]) == penalties
-        assert found.num_logprobs[i] == (-1 if p.logprobs is None else p.logprobs)
+        self.check_reports(found, i, seq)
         edits = Counter((p.logit_bias or {}).items())
         edits += Counter((token, -INF) for token in self.bans_early(seq))
         tokens = self.tokens_of(seq)
@@ -675,6 +716,21 @@ class Engine:
         else:
             allowed = {token for token in range(32) if bit(found.masks[row], token)}
             assert allowed == set(p.allowed_token_ids)
+
+    def check_reports(self, found: Controls, i: int, seq: Sequence) -> None:
+        p, reports = seq.sampling_params, found.reports
+        mode = p.logprobs_mode or "raw_logprobs"
+        count = p.logprobs if p.logprob_token_ids is None else 0
+        if count is None or (self.scores_own(seq) and mode == "raw_logprobs"):
+            count = -1
+        assert reports.num_logprobs[i] == count
+        assert LOGPROBS_MODES[reports.modes[i]] == mode
+        is_one = p.is_greedy or mode == "raw_logprobs"
+        assert reports.divisors[i] == (1.0 if is_one else p.temperature)
+        labels = reports.label_tokens[reports.label_rows == i].tolist()
+        assert labels == list(p.logprob_token_ids or ())
+        assert reports.masks[i] == p.return_sampling_mask
+        self.counts["label"] += len(labels)
 
     def check_counts(self, found: Controls, seqs: list[Sequence]) -> Collection[int]:
         """Take in what the device is told; it then knows the truth. Returns the slots that count
@@ -747,7 +803,8 @@ def test_random_requests(lookahead: int, mixed: bool) -> None:
     print(dict(total))
     names = ["plain", "resumed", "failed", "fault", "edit", "counted", "told", "preempt"]
     assert all(total[name] > 20 for name in names), total
-    assert total["bad word"] > 20
+    assert total["bad word"] > 20 and total["label"] > 20
+    assert all(total["own", divisor] > 20 for divisor in (0.0, 1.0, 1.5))
     assert (total["pending"] > 20) == bool(lookahead)
     assert total["counted"] > 3 * total["told"]
 

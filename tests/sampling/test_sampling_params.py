@@ -63,6 +63,13 @@ REFUSED = [
     ("logprobs", ValueError, "be between 0 and 20", [-1, 21]),
     ("logprobs", TypeError, "be an integer", [True, 1.0]),
     ("prompt_logprobs", ValueError, "be between 0 and 20", [-1, 21]),
+    (
+        *("logprobs_mode", ValueError),
+        "be one of raw_logprobs, temperature_logprobs, processed_logprobs",
+        ["raw", "", 1, ["raw_logprobs"]],
+    ),
+    ("logprob_token_ids", TypeError, "be a list of token ids", [5, "1", b"1", {1: 2}]),
+    ("return_sampling_mask", TypeError, "be True or False", [1, None, "no"]),
     ("prompt_logprobs", TypeError, "be an integer", [True, 1.0]),
     ("ignore_eos", TypeError, "be True or False", [1, None]),
     ("include_stop_str_in_output", TypeError, "be True or False", [0, None]),
@@ -89,7 +96,7 @@ REFUSED_WITHIN = [  # a part of the value is named
     ({"bad_words": [None]}, TypeError, "`bad_words` must hold strings, got None"),
     *(
         ({name: tokens}, error, f"`{name}` must hold {rule}")
-        for name in ("stop_token_ids", "allowed_token_ids")
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
         for tokens, error, rule in (
             ([1, True], TypeError, "integer token ids, got True"),
             ([1.0], TypeError, "integer token ids, got 1.0"),
@@ -103,6 +110,26 @@ REFUSED_WITHIN = [  # a part of the value is named
     (
         *({"allowed_token_ids": []}, ValueError),
         "`allowed_token_ids` must have at least one token, got none",
+    ),
+    *(
+        (
+            *({"logprob_token_ids": range(count)}, ValueError),
+            f"`logprob_token_ids` must have 1 to 1,024 tokens, got {count:,}",
+        )
+        for count in (0, 1025)
+    ),
+    (
+        *({"logprob_token_ids": [1, 2], "logprobs": 3}, ValueError),
+        "`logprobs` must be 0 or None with logprob_token_ids, which name the tokens, got 3",
+    ),
+    *(
+        (
+            *({"logprobs_mode": f"{kind}_logits"}, ValueError),
+            "`logprobs_mode` must be one of raw_logprobs, temperature_logprobs, processed_logprobs"
+            f", got '{kind}_logits': logits are not returned; {kind}_logprobs differ from them by "
+            "a constant",
+        )
+        for kind in ("raw", "processed")
     ),
     ({"logit_bias": {"5": 1}}, TypeError, "`logit_bias` must hold integer token ids, got '5'"),
     ({"logit_bias": {True: 1}}, TypeError, "`logit_bias` must hold integer token ids, got True"),

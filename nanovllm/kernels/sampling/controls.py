@@ -12,6 +12,7 @@ from nanovllm.utils.integers import cdiv
 
 BLOCKS = 32  # blocks per program of `process`
 SPAN = BLOCK * BLOCKS  # columns per program
+WORDS = 64  # words of 32 columns per program of `left`
 
 
 @triton.jit
@@ -124,6 +125,36 @@ def process(
         PENALTIES=counts is not None, WEIGHTS=weights is not None, num_warps=8,
     )  # fmt: skip
     return out, tops, weights
+
+
+@triton.jit
+def _left_kernel(x_ptr, rows_ptr, least_ptr, bits_ptr, V, W, WORDS: tl.constexpr):
+    # One program: WORDS words of a row, each of 32 columns.
+    entry, words = tl.program_id(0), tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    row, lanes = tl.load(rows_ptr + entry).to(tl.int64), tl.arange(0, 32)
+    cols = words[:, None] * 32 + lanes[None, :]
+    x = tl.load(x_ptr + row * V + cols, mask=cols < V, other=float("-inf"))
+    is_left = (x >= tl.load(least_ptr + entry)) & (x > float("-inf"))
+    bits = tl.sum(is_left.to(tl.int32) << lanes[None, :], 1)
+    tl.store(bits_ptr + entry.to(tl.int64) * W + words, bits, mask=words < W)
+
+
+def left(x: torch.Tensor, rows: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """The columns of rows that are not below the least logit, nor -inf.
+
+    Args:
+        x: [n, V] float32, logits.
+        rows: [m] int32
+        least: [m] float32, for each of these rows.
+
+    Returns:
+        [m, W] int32, W = ceil(V / 32): bit t % 32 of word t // 32 for column t.
+    """
+    m, V = len(rows), x.shape[1]
+    W = cdiv(V, 32)
+    bits = torch.empty(m, W, dtype=torch.int32, device=x.device)
+    _left_kernel[(m, cdiv(W, WORDS))](x, rows, least, bits, V, W, WORDS=WORDS, num_warps=4)
+    return bits
 
 
 @triton.jit

@@ -29,10 +29,9 @@ class CodesShard(Shard):
 
 
 class ScalesShard(Shard):
-    """The scales of these codes. The checkpoint may lack dimensions of size 1."""
+    """The scales of these codes."""
 
-    def fits(self, shape: list[int]) -> bool:
-        return [n for n in shape if n != 1] == [n for n in self.full_shape if n != 1]
+    ignores_ones = True
 
     def fill(self, source: Any) -> None:
         whole = source[...] if source.get_shape() else source[()]

@@ -5,7 +5,6 @@ which matters where no later layer evens out errors (docs/experiments.md, 42).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.layers.base import Build
 from nanovllm.layers.weights.fp8 import QuantizingShard
 from nanovllm.layers.weights.shard import Part, Shard
-from nanovllm.layers.weights.weight import PlainWeight, Weight
+from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.fp8 import Codes
 
 
@@ -74,30 +73,3 @@ def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Head | None:
 
     fits = can_multiply(torch.empty(0).device, build.dtype, num_cols)
     return Int8Head(num_rows, num_cols, build.dtype, build.invariant) if fits else None
-
-
-class TiedWeight(PlainWeight):
-    """The weight of an embedding whose values fill the LM head's weight, too."""
-
-    def __init__(self, embedding: Weight, head: Int8Head) -> None:
-        super().__init__(embedding.data, fused=False)
-        self._of_head = head.shard
-
-    def shards(
-        self, module: str, begin: int, rows: Part, cols: Part
-    ) -> Iterator[tuple[str, Shard]]:
-        for name, shard in super().shards(module, begin, rows, cols):
-            yield name, _TiedShard(shard.target, shard.parts, self._of_head(rows, cols))
-
-
-@dataclass(frozen=True)
-class _TiedShard(Shard):
-    head: QuantizingShard
-
-    @property
-    def targets(self) -> tuple[torch.Tensor, ...]:
-        return self.target, *self.head.targets
-
-    def put(self, numbers: torch.Tensor) -> None:
-        super().put(numbers)
-        self.head.put(numbers)

@@ -6,11 +6,17 @@ with weights in its own packed layout, which PyTorch offers through the operator
 precision is lost.
 """
 
+from collections.abc import Iterator
+from operator import attrgetter
+
 import torch
 from torch import nn
 
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.weights.converted import Origin
+from nanovllm.layers.weights.quantized import DequantizedWeight
+from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.fp8 import Codes
 
@@ -26,7 +32,27 @@ class OneDnnWeight(Weight):
 
     def __init__(self, plain: Weight) -> None:
         super().__init__(plain.dtype, fused=False)
-        packed = torch.ops.mkldnn._reorder_linear_weight(plain.data)
+        self._pack(plain.data)
+        if isinstance(plain, DequantizedWeight):
+            self.origin = plain.origin.of_another(self._pack)
+        else:
+            self.origin = Origin(plain, attrgetter("data"), self._pack)
+
+    @property
+    def stored(self) -> Weight:
+        return self.origin.weight
+
+    def shards(
+        self, module: str, begin: int, rows: Part, cols: Part
+    ) -> Iterator[tuple[str, Shard]]:
+        return self.origin.shards(module, begin, rows, cols)
+
+    def drop(self) -> None:
+        """Have no values, until the weight is filled again."""
+        self.data = nn.Parameter(torch.empty(0, dtype=self.dtype), False)
+
+    def _pack(self, values: torch.Tensor) -> None:
+        packed = torch.ops.mkldnn._reorder_linear_weight(values)
         self.data = nn.Parameter(packed, False)
 
     def product(
@@ -48,6 +74,8 @@ def use_onednn(model: nn.Module) -> None:
             and module.weight.data.numel() >= MIN_WEIGHT
         ):
             module.weight = OneDnnWeight(module.weight)
+            if isinstance(module, ParallelLMHead) and module.embedding is not None:
+                module.tie_to(module.embedding)
 
 
 def can_use_onednn(device: torch.device, dtype: torch.dtype) -> bool:

@@ -4,12 +4,14 @@ Where no kernel can (on a CPU, other GPUs, odd sizes), codes are dequantised onc
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import nn
 
+from nanovllm.layers.weights.converted import Origin
+from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.layers.weights.weight import PlainWeight, Weight
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.tensors.int4 import Int4Codes
@@ -75,9 +77,9 @@ class QuantizedWeight(Weight):
             self.kernels = kernels
         return self.kernels is not None
 
-    def plain(self) -> PlainWeight:
-        """The dequantised weight."""
-        return PlainWeight(self.codes.numbers(self.dtype), self.fused, self.invariant)
+    def numbers(self) -> torch.Tensor:
+        """The dequantised values, [N, K]."""
+        return self.codes.numbers(self.dtype)
 
     def product(
         self,
@@ -103,13 +105,39 @@ class QuantizedWeight(Weight):
         return None if row is None else row(x, self.codes, bias, gated=True, gelu=gelu)
 
 
+class DequantizedWeight(PlainWeight):
+    """The values of a quantised weight whose codes no kernel here can multiply.
+
+    Args:
+        weight: that weight, filled.
+    """
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__(weight.numbers(), weight.fused, weight.invariant)
+        self.origin = Origin(weight, type(weight).numbers, self.data.copy_)
+
+    @property
+    def stored(self) -> Weight:
+        return self.origin.weight
+
+    def shards(
+        self, module: str, begin: int, rows: Part, cols: Part
+    ) -> Iterator[tuple[str, Shard]]:
+        return self.origin.shards(module, begin, rows, cols)
+
+    def of_stored(
+        self, shards_of: Callable[[Any], Iterator[tuple[str, Shard]]]
+    ) -> Iterator[tuple[str, Shard]]:
+        return self.origin.refilling("all", shards_of)
+
+
 def dequantize(model: nn.Module) -> None:
     """Replace filled weights whose codes no kernel here can multiply by plain ones."""
     count = 0
     for module in model.modules():
         for name, weight in module.named_children():
             if _has_no_kernels(weight):
-                setattr(module, name, weight.plain())
+                setattr(module, name, DequantizedWeight(weight))
                 count += 1
     if count:
         logger.info(

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from nanovllm.checkpoint.names import Wanted
 from nanovllm.distributed.group import Group
 
 
@@ -63,6 +65,7 @@ class Shard:
 
     comes_last: ClassVar[bool] = False  # another shard's targets include its own
     is_optional: ClassVar[bool] = False  # the checkpoint may lack it
+    ignores_ones: ClassVar[bool] = False  # the checkpoint may lack dimensions of size 1
     dtypes: ClassVar[tuple[str, ...]] = "F64", "F32", "F16", "BF16"  # as safetensors names them
 
     target: torch.Tensor
@@ -83,9 +86,10 @@ class Shard:
         """All tensors that it fills."""
         return (self.target,)
 
-    def fits(self, shape: list[int]) -> bool:
-        """Whether the checkpoint's tensor may have this shape."""
-        return shape == self.full_shape
+    @property
+    def wanted(self) -> Wanted:
+        """What the tensor must be."""
+        return Wanted(self.full_shape, self.dtypes, self.is_optional, self.ignores_ones)
 
     def check(self, name: str, source: Any) -> None:
         """Refuse a tensor of the checkpoint, given as a slice of safetensors, before any is read.
@@ -93,27 +97,36 @@ class Shard:
         Raises:
             ValueError: naming it.
         """
-        shape = list(source.get_shape())
-        if not self.fits(shape):
-            raise ValueError(
-                f"tensor {name} has shape {shape}, but config.json implies {self.full_shape}"
-            )
-        if (dtype := source.get_dtype()) not in self.dtypes:
-            wanted = " or ".join(self.dtypes)
-            raise ValueError(f"tensor {name} is {dtype}, but config.json implies {wanted}")
+        self.wanted.check(name, list(source.get_shape()), source.get_dtype())
 
     def read(self, source: Any) -> torch.Tensor:
         """This rank's part of the checkpoint's tensor, given whole or as a slice of safetensors."""
-        spans = [
+        tensor: torch.Tensor = source[tuple(slice(span.start, span.stop) for span in self._spans)]
+        for dim, (part, span) in enumerate(zip(self.parts, self._spans, strict=True)):
+            if part.held is not span:
+                tensor = tensor.index_select(dim, self._index(dim, tensor.device))
+        return tensor
+
+    @cached_property
+    def _spans(self) -> list[range]:
+        """The indices of each dimension from the first that is held to the last."""
+        return [
             part.held if isinstance(part.held, range) else range(min(part.held), max(part.held) + 1)
             for part in self.parts
         ]
-        tensor: torch.Tensor = source[tuple(slice(span.start, span.stop) for span in spans)]
-        for dim, (part, span) in enumerate(zip(self.parts, spans, strict=True)):
-            if part.held is not span:
-                index = torch.tensor(part.held, device=tensor.device) - span.start
-                tensor = tensor.index_select(dim, index)
-        return tensor
+
+    @cached_property
+    def _indices(self) -> dict[tuple[int, torch.device], torch.Tensor]:
+        return {}
+
+    def _index(self, dim: int, device: torch.device) -> torch.Tensor:
+        """The places of a dimension's held indices in its span; kept, for tensors that come again
+        and again.
+        """
+        if (dim, device) not in self._indices:
+            held = torch.tensor(self.parts[dim].held, device=device)
+            self._indices[dim, device] = held - self._spans[dim].start
+        return self._indices[dim, device]
 
     def fill(self, source: Any) -> None:
         """Fill the target from `source`, a slice of safetensors."""

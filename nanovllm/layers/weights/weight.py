@@ -5,8 +5,8 @@ Every product of a model goes through `Weight.multiply`. A format is a subclass 
 which adds to each of its products, is a subclass with its own `multiply`.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple, overload
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,19 @@ class Weight(nn.Module):
     def num_rows(self) -> int:
         """N"""
         return len(self.data)
+
+    @property
+    def stored(self) -> "Weight":
+        """The weight in the checkpoint's format: itself, unless it was made of another (see
+        `converted.py`).
+        """
+        return self
+
+    def of_stored(
+        self, shards_of: Callable[[Any], Iterator[tuple[str, Shard]]]
+    ) -> Iterator[tuple[str, Shard]]:
+        """The shards that a function returns for the weight in the checkpoint's format."""
+        return shards_of(self)
 
     @property
     def codes(self) -> torch.Tensor | Codes | Int4Codes | Mxfp4Codes:

@@ -1,0 +1,4 @@
+"""PEFT's LoRA adapters, merged into the tensors of a checkpoint while these are read.
+
+Doors: `directory` finds one; `adapter`, its configuration and tensors; `merge`, the merged tensors.
+"""

@@ -1,0 +1,163 @@
+"""`AdapterConfig`: what adapter_config.json says of a LoRA adapter. Imports no torch.
+
+Names of fields and their meaning are those of PEFT 0.21 (`LoraConfig`).
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nanovllm.utils.checks import check_bool, check_float, check_int
+
+T = TypeVar("T", int, float)
+
+BY_PEFT = "merge it with peft (`merge_and_unload`) and pass the saved model as `model`"
+NO_MERGE = "it cannot be merged into weights, so run it in peft"
+# Fields that must be empty, what they ask for, and the remedy.
+REFUSED = {
+    "alora_invocation_tokens": ("a change of the tokens after an invocation alone", NO_MERGE),
+    "arrow_config": ("a choice among adapters for each token", NO_MERGE),
+    "fan_in_fan_out": ("layers that are stored transposed", BY_PEFT),
+    "kasa_config": ("a base model without its smallest singular values", BY_PEFT),
+    "layer_replication": ("layers that are repeated", BY_PEFT),
+    "lora_bias": ("biases of `lora_B`", BY_PEFT),
+    "megatron_config": ("layers of Megatron", "convert it to PEFT's format"),
+    "monteclora_config": ("sampled weights", BY_PEFT),
+    "target_parameters": ("a change of parameters that are no layer's `weight`", BY_PEFT),
+    "trainable_token_indices": ("rows of the embedding", BY_PEFT),
+    "use_bdlora": ("block-diagonal factors", BY_PEFT),
+    "use_qalora": ("groups of a GPTQ model's columns", NO_MERGE),
+    "velora_config": ("tensors for its training alone", BY_PEFT),
+}
+# Initialisations that change the base model unless the adapter is converted on saving.
+CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
+# Fields whose value makes no difference once an adapter is trained.
+IGNORED = {
+    *("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
+    *("inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout"),
+    *("lora_ga_config", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size"),
+    *("revision", "runtime_config", "target_modules", "task_type"),
+}
+USED = {
+    *("alpha_pattern", "base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha"),
+    *("peft_type", "r", "rank_pattern", "use_dora", "use_rslora"),
+}
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The facts of an adapter that its tensors do not tell.
+
+    Attributes:
+        r: rank of the changes.
+        lora_alpha: numerator of their scale.
+        use_rslora: whether the denominator is the root of the rank, not the rank.
+        use_dora: whether rows get a length of their own (DoRA).
+        rank_pattern, alpha_pattern: exceptions from `r` and `lora_alpha`, by regular expressions of
+            module paths.
+        base: name of the model that it was trained on; "": unknown.
+        unknown: fields that ask for something and have no meaning here.
+    """
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    use_dora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    base: str
+    unknown: tuple[str, ...]
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> "AdapterConfig":
+        """Read the object in adapter_config.json, or the dictionary of a `LoraConfig`.
+
+        Raises:
+            TypeError, ValueError: naming a field that is wrong, or cannot be merged.
+        """
+        _refuse(raw)
+        check_int("r", raw.get("r"), 1)
+        check_float("lora_alpha", raw.get("lora_alpha"), -math.inf)
+        flags = {key: raw.get(key) or False for key in ("use_rslora", "use_dora")}
+        for key, value in flags.items():
+            check_bool(key, value)
+        known = USED | IGNORED | REFUSED.keys()
+        return cls(
+            r=raw["r"],
+            lora_alpha=raw["lora_alpha"],
+            rank_pattern=_pattern(raw, "rank_pattern", lambda key, r: check_int(key, r, 1)),
+            alpha_pattern=_pattern(
+                raw, "alpha_pattern", lambda key, alpha: check_float(key, alpha, -math.inf)
+            ),
+            base=str(raw.get("base_model_name_or_path") or ""),
+            unknown=tuple(sorted(key for key in raw if key not in known and raw[key])),
+            **flags,
+        )
+
+    @property
+    def remedy(self) -> str:
+        """The remedy for a base model that does not fit."""
+        name = f" ({self.base})" if self.base else ""
+        return f"pass the model{name} that the adapter was trained on"
+
+    def rank(self, path: str) -> int:
+        """The rank of a module's change.
+
+        Args:
+            path: path of the module in the model that was trained.
+        """
+        return _first_match(self.rank_pattern, path, self.r)
+
+    def scale(self, path: str) -> float:
+        """The factor of a module's change: alpha / r (Hu et al., LoRA, 2021), or alpha / sqrt(r)
+        (Kalajdzievski, rsLoRA, 2023).
+        """
+        rank = self.rank(path)
+        alpha = _first_match(self.alpha_pattern, path, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _first_match(pattern: Mapping[str, T], path: str, default: T) -> T:
+    """The value of the first key that matches a path whole, or from a dot on."""
+    found = (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", path))
+    return next(found, default)
+
+
+def _refuse(raw: Mapping[str, Any]) -> None:
+    """ValueError for an adapter that is none of LoRA, or cannot be merged here."""
+    if (kind := raw.get("peft_type")) != "LORA":
+        raise ValueError(f"`peft_type` must be LORA, got {getattr(kind, 'value', kind)}: {BY_PEFT}")
+    for field, (what, remedy) in REFUSED.items():
+        if raw.get(field):
+            raise ValueError(f"`{field}` asks for {what}, which is not supported: {remedy}")
+    if (bias := raw.get("bias") or "none") != "none":
+        raise ValueError(f"`bias` must be 'none', got {bias!r} (trained biases): {BY_PEFT}")
+    init = raw.get("init_lora_weights")
+    if isinstance(init, str) and CHANGES_BASE.fullmatch(init):
+        raise ValueError(
+            f"`init_lora_weights` {init!r} changes the base model before it is trained: save the "
+            "adapter with `save_pretrained(..., path_initial_model_for_weight_conversion=...)`, "
+            "which makes it one for the original weights"
+        )
+    if init == "loftq":
+        raise ValueError(
+            f"`init_lora_weights` {init!r} belongs to a base model that LoftQ has quantised: merge "
+            "it with peft into that one (`merge_and_unload`) and pass the saved model as `model`"
+        )
+
+
+def _pattern(raw: Mapping[str, Any], key: str, check: Callable[[str, Any], None]) -> dict[str, Any]:
+    found = raw.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"`{key}` must be an object, got {found!r}")
+    for name, value in found.items():
+        check(f"{key}[{name!r}]", value)
+        try:
+            re.compile(f"({name})")
+        except re.error as error:
+            raise ValueError(
+                f"`{key}` must have names or regular expressions, got {name!r}: {error}"
+            ) from None
+    return dict(found)

@@ -1,0 +1,156 @@
+"""`Merge`: adapters in the tensors of a checkpoint, while parts of these are read.
+
+Changes are computed in float32, by the formulas of LoRA and DoRA, for the part of a tensor that is
+read; whoever fills a parameter with the result rounds it, once.
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+
+import torch
+
+from nanovllm.adapters.adapter import FLOATS, Adapter, Source
+from nanovllm.adapters.matching import ENDS, Change, LowRank, match
+
+logger = logging.getLogger(__name__)
+
+
+class Merge:
+    """The changes of adapters to a checkpoint's tensors, one adapter after the other.
+
+    Args:
+        adapters: adapters, in the order of their changes.
+        saved: names of the checkpoint's tensors.
+        is_tied: whether embedding and LM head are one matrix.
+        device: torch.device to compute on.
+
+    Raises:
+        ValueError: for an adapter that does not fit, naming what is wrong with it.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter],
+        saved: Collection[str],
+        *,
+        is_tied: bool,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._changes = [(adapter, _matched(adapter, saved, is_tied)) for adapter in adapters]
+
+    @property
+    def changed(self) -> set[str]:
+        """Names of the tensors that change."""
+        return {name for _, changes in self._changes for name in changes}
+
+    def source(self, name: str, base: Source) -> Source:
+        """A tensor of the checkpoint as the adapters leave it; itself if they do not change it.
+
+        Args:
+            name: name of the tensor.
+            base: slice of safetensors.
+
+        Raises:
+            ValueError: if a change has another shape.
+        """
+        for adapter, changes in self._changes:
+            if name in changes:
+                base = self._apply(adapter, changes[name], name, base)
+        return base
+
+    def _apply(self, adapter: Adapter, change: Change, name: str, base: Source) -> Source:
+        shape = list(base.get_shape())
+        if change.whole is not None:
+            whole = adapter.tensors[change.whole]
+            _check_shape(adapter, change.whole, list(whole.get_shape()), name, shape)
+            base = whole
+        if (low_rank := change.low_rank) is None:
+            return base
+        _check_shape(adapter, f"{low_rank.b} times {low_rank.a}", low_rank.shape, name, shape)
+        return _Changed(base, adapter, low_rank, self._device)
+
+    def log(self) -> None:
+        """Log what is merged, and what configurations say that has no meaning here."""
+        for adapter, changes in self._changes:
+            base = f" (trained on {adapter.config.base})" if adapter.config.base else ""
+            logger.info("adapter: %s%s, merged into %d tensors", adapter.name, base, len(changes))
+            if adapter.config.unknown:
+                logger.warning(
+                    "adapter %s: its configuration has fields that are unknown here and ignored: "
+                    "%s; if they change what the adapter computes, merge it with peft",
+                    adapter.name,
+                    ", ".join(adapter.config.unknown),
+                )
+
+
+def _matched(adapter: Adapter, saved: Collection[str], is_tied: bool) -> dict[str, Change]:
+    shapes = {name: list(tensor.get_shape()) for name, tensor in adapter.tensors.items()}
+    try:
+        return match(shapes, adapter.config, saved, is_tied)
+    except ValueError as error:
+        raise ValueError(f"adapter {adapter.name}: {error}") from None
+
+
+def _check_shape(
+    adapter: Adapter, what: str, shape: list[int], name: str, wanted: list[int]
+) -> None:
+    if shape != wanted:
+        is_resized = any(f"{end}.weight" in name for end in ENDS)
+        raise ValueError(
+            f"adapter {adapter.name}: {what} has shape {shape}, but {name} of this model has "
+            f"{wanted}: {adapter.config.remedy}"
+            f"{', with a vocabulary of the same size' if is_resized else ''}"
+        )
+
+
+class _Changed:
+    """A matrix W [out, in] as an adapter leaves it, as a `Source` of float32:
+
+        W + s B A                        Hu et al., LoRA, 2021
+        m (W + s B A) / |W + s B A|      Liu et al., DoRA, 2024; lengths |.| of rows
+
+    Args:
+        base: W
+        adapter: adapter with A, B and m.
+        change: their names, and s.
+        device: torch.device to compute on.
+    """
+
+    def __init__(
+        self, base: Source, adapter: Adapter, change: LowRank, device: torch.device
+    ) -> None:
+        self._base, self._change, self._device = base, change, device
+        self._a, self._b = adapter.tensors[change.a], adapter.tensors[change.b]
+        self._lengths = None if change.magnitude is None else adapter.tensors[change.magnitude]
+
+    def get_shape(self) -> list[int]:
+        return self._change.shape
+
+    def get_dtype(self) -> str:
+        dtype = self._base.get_dtype()
+        return "F32" if dtype in FLOATS else dtype  # codes, which are refused later
+
+    def __getitem__(self, index: tuple[slice, slice]) -> torch.Tensor:
+        """These rows and columns."""
+        rows, columns = index
+        if self._lengths is None:
+            return self._sum(rows, columns)
+        whole = self._sum(rows, slice(None))
+        lengths = self._read(self._lengths, rows).float().unsqueeze(1)
+        factor = lengths / torch.linalg.vector_norm(whole, dim=1, keepdim=True)
+        return whole[:, columns] * factor
+
+    def _sum(self, rows: slice, columns: slice) -> torch.Tensor:
+        """W + s B A, of these rows and columns."""
+        if self._change.is_embedding:
+            b, a = self._read(self._a, (slice(None), rows)).T, self._read(self._b, columns).T
+        else:
+            b, a = self._read(self._b, rows), self._read(self._a, (slice(None), columns))
+        # A copy: what is read may be memory of the file, or of whoever has the adapter.
+        w = self._read(self._base, (rows, columns)).to(torch.float32, copy=True)
+        return w.addmm_(b.float(), a.float(), alpha=self._change.scale)
+
+    def _read(self, source: Source, index: slice | tuple[slice, slice]) -> torch.Tensor:
+        """A part on the device, in its own dtype: converted before, it would be more to send."""
+        return source[index].to(self._device)

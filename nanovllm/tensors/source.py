@@ -1,0 +1,44 @@
+"""`TensorSource`: a tensor in memory, in the place of one in a file."""
+
+from typing import Any
+
+import torch
+
+# The dtypes of safetensors by those of PyTorch.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class TensorSource:
+    """A tensor with the interface of a slice of safetensors.
+
+    Args:
+        tensor: tensor of the checkpoint, whole, on any device.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        """The tensor's shape."""
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        """The tensor's dtype, as safetensors names it."""
+        return DTYPES.get(self._tensor.dtype, str(self._tensor.dtype))
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]

@@ -1,0 +1,51 @@
+"""`Hold`: the reasons for which an engine computes nothing. No torch here."""
+
+from typing import Protocol, TypeAlias
+
+Version: TypeAlias = int | str
+
+
+class Holder(Protocol):
+    """What computes requests."""
+
+    def hold(self) -> None:
+        """Compute nothing until `release`, and then all requests again from their beginning."""
+
+    def release(self, version: Version) -> None:
+        """Go on, with weights of this version."""
+
+
+class Hold:
+    """The reasons, each with a name. While there is one, the engine is held.
+
+    Args:
+        holder: what computes requests.
+
+    Attributes:
+        version: version of the weights, for `release`.
+    """
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+        self._reasons: dict[str, str] = {}
+        self.version: Version = 0
+
+    def __getitem__(self, name: str) -> str | None:
+        """The reason of this name; None if there is none."""
+        return self._reasons.get(name)
+
+    @property
+    def refusal(self) -> str | None:
+        """A reason why the engine cannot compute, for a caller; None if it can."""
+        return next(iter(self._reasons.values()), None)
+
+    def add(self, name: str, reason: str) -> None:
+        """Hold the engine for a reason, which replaces another of the same name."""
+        if not self._reasons:
+            self._holder.hold()
+        self._reasons[name] = reason
+
+    def drop(self, name: str) -> None:
+        """Drop a reason; after the last the engine goes on."""
+        if self._reasons.pop(name, None) is not None and not self._reasons:
+            self._holder.release(self.version)

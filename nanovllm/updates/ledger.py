@@ -1,0 +1,120 @@
+"""`Ledger`: which tensors an update of the weights must bring, and has brought. No torch here."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nanovllm.checkpoint.names import (
+    EMBEDDING,
+    HEAD,
+    Wanted,
+    is_left_out,
+    spellings,
+)
+from nanovllm.utils.checks import listed
+
+SOURCE = "the model"
+
+
+class Expected(NamedTuple):
+    """The tensors of a model.
+
+    Attributes:
+        wanted: facts of each tensor, by its name in a model of text alone.
+        is_part: whether a checkpoint of the model may have other parts, such as one for images.
+    """
+
+    wanted: dict[str, Wanted]
+    is_part: bool
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the LM head has the values of the embedding."""
+        return HEAD not in self.wanted
+
+
+class Described(NamedTuple):
+    """A tensor's name, shape and dtype, as safetensors names it."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+class Ledger:
+    """The books of one update.
+
+    Args:
+        expected: tensors of the model.
+    """
+
+    def __init__(self, expected: Expected) -> None:
+        self._expected = expected
+        self._own = {
+            spelling: name
+            for name in expected.wanted
+            for spelling in spellings(name, expected.is_part)
+        }
+        if expected.is_tied:
+            self._own |= dict.fromkeys(spellings(HEAD, expected.is_part), HEAD)
+        self._come: set[str] = set()
+
+    def own_name(self, described: Described) -> str | None:
+        """The model's name of a tensor, which is counted as come; None if the model leaves it out.
+
+        A tied model takes the LM head's tensor, too: the first of the two fills both.
+
+        Raises:
+            ValueError: naming the tensor, if the model has none of this name, shape or dtype, or if
+                it has come before.
+        """
+        name = self._own.get(described.name)
+        if name is None:
+            if is_left_out(described.name, self._expected.is_part):
+                return None
+            raise ValueError(
+                f"the model has no tensor {described.name}: pass the tensors by the names that the "
+                "checkpoint has for them"
+            )
+        is_head = name == HEAD and self._expected.is_tied
+        wanted = self._expected.wanted[EMBEDDING if is_head else name]
+        wanted.check(described.name, described.shape, described.dtype, SOURCE)
+        if name in self._come:
+            raise ValueError(f"tensor {described.name} comes twice in one update")
+        self._come.add(name)
+        return name
+
+    def check_all(self, tensors: Iterable[Described]) -> None:
+        """Refuse tensors that are not exactly those of the model, before any is written.
+
+        Raises:
+            ValueError: naming one, or those that are missing.
+        """
+        trial = Ledger(self._expected)
+        for described in tensors:
+            trial.own_name(described)
+        trial.check_complete()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the LM head has the values of the embedding."""
+        return self._expected.is_tied
+
+    @property
+    def has_come(self) -> bool:
+        """Whether any tensor has come."""
+        return bool(self._come)
+
+    def check_complete(self) -> None:
+        """Refuse to end while tensors are missing.
+
+        Raises:
+            ValueError: naming them.
+        """
+        if missing := self._missing():
+            raise ValueError(f"missing from the update: {listed(missing)}")
+
+    def _missing(self) -> list[str]:
+        come, wanted = self._come, self._expected.wanted
+        if self._expected.is_tied and HEAD in come:
+            come = come | {EMBEDDING}
+        return sorted(n for n, facts in wanted.items() if not facts.is_optional and n not in come)

@@ -1,0 +1,152 @@
+"""`Memory`: that of all ranks, which updates fill and sleep gives back; `RankMemory`: where the
+ranks are this process's.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from nanovllm.adapters.adapter import Given
+from nanovllm.updates.ledger import Expected
+from nanovllm.updates.parcel import Named, Parcel, parcels
+from nanovllm.updates.sleeper import Sleeper
+from nanovllm.updates.weights import Weights
+from nanovllm.utils.modes import without_modes
+
+
+class Ranks(Protocol):
+    """Runs a method on all ranks, see `Executor`."""
+
+    def on_all_ranks(self, method: str, *args: Any) -> AbstractContextManager[Any]: ...
+
+
+class Built(Protocol):
+    """What this process's rank was built of, see `startup.build.Built`."""
+
+    @property
+    def weights(self) -> Weights: ...
+    @property
+    def sleeper(self) -> Sleeper | None: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Runner(Protocol):
+    """Has what was built until it exits, see `ModelRunner`. Nothing else may keep it."""
+
+    @property
+    def built(self) -> Built: ...
+
+
+class Memory(Protocol):
+    """The memory of all ranks, in this process's engine or in replicas."""
+
+    def expected(self) -> Expected:
+        """The tensors of the model."""
+
+    def fill(self, tensors: Iterable[Named]) -> None:
+        """Fill the weights from tensors, which have the model's names."""
+
+    def fill_parcel(self, parcel: Parcel) -> None:
+        """Fill the weights from another process's tensors."""
+
+    def end_update(self) -> None:
+        """Fill what comes last, and wait for the devices."""
+
+    def give_up_update(self) -> None:
+        """Forget what an update that has failed has left half done."""
+
+    def reload(self, adapters: Sequence[Given]) -> None:
+        """Fill the weights from the checkpoint again, with these adapters."""
+
+    def sleep(self, level: int) -> None:
+        """Give the memory back, see `Sleeper.sleep`."""
+
+    def wake(self, tags: list[str]) -> None:
+        """Take it again, see `Sleeper.wake`."""
+
+
+class RankMemory:
+    """The memory of the ranks, each of which takes its part of whole tensors.
+
+    Args:
+        ranks: all ranks.
+        runner: runner of this process's rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, ranks: Ranks, runner: Runner, size: int) -> None:
+        self._ranks, self._runner, self._size = ranks, runner, size
+
+    @property
+    def _weights(self) -> Weights:
+        return self._runner.built.weights
+
+    @property
+    def _sleeper(self) -> Sleeper:
+        sleeper = self._runner.built.sleeper
+        assert sleeper is not None  # without the option nobody gets here
+        return sleeper
+
+    def expected(self) -> Expected:
+        """The tensors of the model."""
+        return self._weights.expected()
+
+    def fill(self, tensors: Iterable[Named]) -> None:
+        """Fill the weights from tensors, which have the model's names.
+
+        Raises:
+            ValueError: naming one whose values contradict the model.
+            WorkerError: if a worker has died.
+        """
+        if self._size == 1:
+            for name, tensor in tensors:
+                with without_modes():
+                    self._weights.check([(name, tensor)])
+                    self._weights.fill(name, tensor)
+            return
+        for parcel, own in parcels(tensors):
+            self._fill_all(parcel, own)
+
+    def fill_parcel(self, parcel: Parcel) -> None:
+        """Fill them from another process's tensors. Raises as `fill`, and RuntimeError if the
+        parcel cannot be opened.
+        """
+        with parcel.opened(self._runner.built.device) as own:
+            self._fill_all(parcel, own)
+
+    def _fill_all(self, parcel: Parcel, own: list[Named]) -> None:
+        """Fill all ranks' weights: this one's from `own`, its view of the parcel's tensors."""
+        with without_modes():
+            self._weights.check(own)
+        with self._ranks.on_all_ranks("built.weights.fill_parcel", parcel):
+            for name, tensor in own:
+                self._weights.fill(name, tensor)
+            self._weights.wait()
+
+    def end_update(self) -> None:
+        """Fill what comes last, and wait for the devices."""
+        with self._ranks.on_all_ranks("built.weights.end"):
+            self._weights.end()
+
+    def give_up_update(self) -> None:
+        """Forget what an update that has failed has left half done."""
+        with self._ranks.on_all_ranks("built.weights.give_up"):
+            self._weights.give_up()
+
+    def reload(self, adapters: Sequence[Given]) -> None:
+        """Fill the weights from the checkpoint again. Each rank reads its part."""
+        with self._ranks.on_all_ranks("built.weights.reload", adapters):
+            self._weights.reload(adapters)
+
+    def sleep(self, level: int) -> None:
+        """Give the memory back."""
+        with self._ranks.on_all_ranks("built.sleeper.sleep", level):
+            self._sleeper.sleep(level)
+
+    def wake(self, tags: list[str]) -> None:
+        """Take it again."""
+        with self._ranks.on_all_ranks("built.sleeper.wake", tags):
+            self._sleeper.wake(tags)

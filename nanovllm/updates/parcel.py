@@ -1,0 +1,226 @@
+"""`Parcel`: tensors packed into one buffer that other processes of this machine can open.
+
+A buffer on a CPU is an anonymous file (memfd), found by the process and the descriptor that have it
+open; on a GPU it is memory of the CUDA driver, found by its handle (CUDA IPC). So a parcel is plain
+numbers, and nothing remains when its owner ends.
+"""
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.device_memory import driver
+from nanovllm.tensors.source import DTYPES
+from nanovllm.updates.ledger import Described
+from nanovllm.utils.device import wait_for_device
+from nanovllm.utils.integers import cdiv
+
+PARCEL_BYTES = 256 << 20  # of tensors that travel together; a larger one travels alone
+ALIGNMENT = 256  # bytes, at multiples of which tensors begin
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+NO_IPC = "pass the tensors on the CPU where processes cannot share a GPU's memory"
+
+Named = tuple[str, torch.Tensor]
+
+
+class HostMemory(NamedTuple):
+    """An anonymous file.
+
+    Attributes:
+        pid, fd: process that has it open, and its descriptor there.
+        inode: number of the file: the descriptor may become another's.
+    """
+
+    pid: int
+    fd: int
+    inode: int
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of a GPU.
+
+    Attributes:
+        handle: what the CUDA driver finds it by, `HANDLE_BYTES`.
+    """
+
+    handle: bytes
+
+
+class Parcel(NamedTuple):
+    """A buffer with tensors.
+
+    Attributes:
+        tensors: names, shapes and dtypes.
+        begins: first byte of each tensor.
+        num_bytes: size of the buffer.
+        memory: where it is.
+    """
+
+    tensors: list[Described]
+    begins: list[int]
+    num_bytes: int
+    memory: HostMemory | DeviceMemory
+
+    def renamed(self, names: list[str | None]) -> "Parcel":
+        """The same buffer with other names of its tensors, without those whose name is None."""
+        kept = [
+            (described._replace(name=name), begin)
+            for described, begin, name in zip(self.tensors, self.begins, names, strict=True)
+            if name is not None
+        ]
+        return self._replace(
+            tensors=[described for described, _ in kept], begins=[begin for _, begin in kept]
+        )
+
+    def views(self, buffer: torch.Tensor) -> Iterator[Named]:
+        """The tensors in the buffer: [num_bytes] uint8."""
+        for (name, shape, dtype_name), begin in zip(self.tensors, self.begins, strict=True):
+            dtype = TORCH_DTYPES[dtype_name]
+            size = dtype.itemsize
+            for n in shape:
+                size *= n
+            yield name, buffer[begin : begin + size].view(dtype).view(shape)
+
+    @contextmanager
+    def opened(self, device: torch.device) -> Iterator[list[Named]]:
+        """The tensors, from another process, until the end of the block.
+
+        Args:
+            device: torch.device of this process, for a buffer on a GPU.
+
+        Raises:
+            RuntimeError: if it cannot be opened here.
+        """
+        if isinstance(self.memory, HostMemory):
+            yield list(self.views(_map(self.memory, self.num_bytes)))
+            return
+        with torch.cuda.device(device):
+            address = driver.open_memory(self.memory.handle, NO_IPC)
+            try:
+                yield list(self.views(driver.as_tensor(address, self.num_bytes, device)))
+                wait_for_device(device)  # copies from it may still run
+            finally:
+                driver.close_memory(address)
+
+
+def _map(memory: HostMemory, num_bytes: int) -> torch.Tensor:
+    """Another process's anonymous file, or this one's, as bytes."""
+    path, fd = f"/proc/{memory.pid}/fd/{memory.fd}", -1
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        if os.fstat(fd).st_ino != memory.inode:
+            raise FileNotFoundError
+        private = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)  # writable, for torch
+    except OSError as error:
+        raise RuntimeError(
+            f"{path} cannot be opened ({error.strerror or 'it is another file now'}): the process "
+            "that shares the tensors must be of the same user on this machine, and must not have "
+            "ended the sharing"
+        ) from None
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return torch.frombuffer(private, dtype=torch.uint8)
+
+
+class Buffer:
+    """Memory of this process that others can open.
+
+    Args:
+        num_bytes: size.
+        device: torch.device of the memory.
+
+    Attributes:
+        memory: where it is.
+        bytes: [num_bytes] uint8
+    """
+
+    memory: HostMemory | DeviceMemory
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes, self.device = num_bytes, device
+        if device.type == "cpu":
+            fd = os.memfd_create("nanovllm-parcel", os.MFD_CLOEXEC)
+            self.memory = HostMemory(os.getpid(), fd, os.fstat(fd).st_ino)
+            os.truncate(fd, num_bytes)
+            self.bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+            return
+        with torch.cuda.device(device):
+            wait_for_device(device)  # the driver's calls need PyTorch's context
+            self._address = driver.allocate(num_bytes, NO_IPC)
+            try:
+                self.memory = DeviceMemory(driver.export(self._address, NO_IPC))
+            except BaseException:
+                driver.free(self._address)
+                raise
+            self.bytes = driver.as_tensor(self._address, num_bytes, device)
+
+    def pack(self, tensors: list[Named]) -> Parcel:
+        """Copy tensors into the buffer, which has room for them. Waits for the device."""
+        begins, begin = [], 0
+        described = [describe(name, tensor) for name, tensor in tensors]
+        for _, tensor in tensors:
+            begins.append(begin)
+            begin += room_of(tensor)
+        parcel = Parcel(described, begins, self.num_bytes, self.memory)
+        for (_, tensor), (_, place) in zip(tensors, parcel.views(self.bytes), strict=True):
+            place.copy_(tensor)
+        if self.device.type == "cuda":
+            wait_for_device(self.device)
+        return parcel
+
+    def close(self) -> None:
+        """Give the memory back. Those who have opened a buffer on a CPU keep it."""
+        del self.bytes
+        if isinstance(self.memory, HostMemory):
+            os.close(self.memory.fd)
+        else:
+            with torch.cuda.device(self.device):
+                driver.free(self._address)
+
+
+def describe(name: str, tensor: torch.Tensor) -> Described:
+    """A tensor's name, shape and dtype."""
+    return Described(name, list(tensor.shape), DTYPES.get(tensor.dtype, str(tensor.dtype)))
+
+
+def room_of(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor takes of a buffer."""
+    return cdiv(max(tensor.nbytes, 1), ALIGNMENT) * ALIGNMENT
+
+
+def parcels(
+    tensors: Iterable[Named], num_bytes: int = PARCEL_BYTES
+) -> Iterator[tuple[Parcel, list[Named]]]:
+    """Pack tensors, in their order, into one parcel after another, of this size or of one tensor.
+    Each is for its receivers until the next is asked for.
+
+    Yields:
+        A parcel for other processes, and its tensors for this one.
+    """
+    for some in _loads(tensors, num_bytes):
+        buffer = Buffer(sum(room_of(tensor) for _, tensor in some), some[0][1].device)
+        try:
+            parcel = buffer.pack(some)
+            yield parcel, list(parcel.views(buffer.bytes))
+        finally:
+            buffer.close()
+
+
+def _loads(tensors: Iterable[Named], num_bytes: int) -> Iterator[list[Named]]:
+    """Group tensors of one device each, up to a size."""
+    load: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        fits = size + room_of(tensor) <= num_bytes and load and load[0][1].device == tensor.device
+        if load and not fits:
+            yield load
+            load, size = [], 0
+        load.append((name, tensor))
+        size += room_of(tensor)
+    if load:
+        yield load

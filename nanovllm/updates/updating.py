@@ -1,0 +1,209 @@
+"""`WeightUpdates`: the updates of an engine's weights, one after another, and what they refuse."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from nanovllm.adapters.adapter import Given
+from nanovllm.checkpoint.names import EMBEDDING, HEAD
+from nanovllm.updates.hold import Hold, Version
+from nanovllm.updates.ledger import Ledger
+from nanovllm.updates.memory import Memory
+from nanovllm.updates.parcel import Named, Parcel, describe
+from nanovllm.updates.sleeping import WEIGHTS
+from nanovllm.updates.weights import check_tied
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+NO_ADAPTER = "none"
+UPDATE = "update"  # name of a reason to hold the engine
+OPEN = "the weights are being updated: end that with finish_weight_update()"
+LOST = "the weights have been dropped by sleep(level=2): bring new ones with update_weights()"
+
+
+class WeightUpdates:
+    """The updates of an engine.
+
+    Args:
+        memory: weights of all ranks.
+        hold: reasons for which the engine computes nothing.
+        adapter: names of the adapters that were merged at the start.
+
+    Attributes:
+        adapter: names of the adapters that the weights have, or "none".
+        has_started: whether an update of several calls goes on.
+    """
+
+    def __init__(self, memory: Memory, hold: Hold, adapter: str = NO_ADAPTER) -> None:
+        self._memory, self._hold, self.adapter = memory, hold, adapter
+        self._num_updates = 0
+        self._ledger: Ledger | None = None  # of the update that goes on
+        self.has_started = False
+        self._ends: list[torch.Tensor] = []  # of a tied model, the embedding or head that has come
+
+    def lose(self) -> None:
+        """The weights have no values any more."""
+        self._ledger, self.has_started = None, False
+        self._hold.add(UPDATE, LOST)
+
+    def update(self, tensors: Tensors, version: Version | None) -> None:
+        """A whole update; see `LLM.update_weights`."""
+        _check_version(version)
+        ledger = Ledger(self._memory.expected())
+        if isinstance(tensors, (Mapping, Sequence)):
+            tensors = list(named_tensors(tensors))
+            ledger.check_all(describe(name, tensor) for name, tensor in tensors)
+        with self._whole(ledger):
+            self.add(tensors)
+            self.finish(version)
+
+    def update_by(self, parcel: Parcel, version: Version | None) -> None:
+        """A whole update by one parcel of another process."""
+        _check_version(version)
+        ledger = Ledger(self._memory.expected())
+        ledger.check_all(parcel.tensors)
+        with self._whole(ledger):
+            self.add_parcel(parcel)
+            self.finish(version)
+
+    @contextmanager
+    def _whole(self, ledger: Ledger) -> Iterator[None]:
+        """An update that ends with the block. One that has written nothing has not been."""
+        before = self._hold[UPDATE]
+        self._begin(ledger)
+        try:
+            yield
+        except BaseException as error:
+            if ledger.has_come:
+                self._fail(error)
+            else:
+                self._end(before)
+            raise
+
+    def start(self) -> None:
+        """Begin an update of several calls. One that has begun and not ended is forgotten."""
+        self._begin(Ledger(self._memory.expected()))
+        self.has_started = True
+
+    def _begin(self, ledger: Ledger) -> None:
+        if self._hold[WEIGHTS] is not None:
+            raise RuntimeError('the weights have no memory: call wake_up(tags=["weights"]) first')
+        self._hold.add(UPDATE, OPEN)
+        self._memory.give_up_update()
+        self._ledger = ledger
+
+    def _end(self, reason: str | None = None) -> None:
+        """No update goes on. The engine may, unless there is still a reason."""
+        self._ledger, self._ends, self.has_started = None, [], False
+        if reason is None:
+            self._hold.drop(UPDATE)
+        else:
+            self._hold.add(UPDATE, reason)
+
+    def add(self, tensors: Tensors) -> None:
+        """Write some of the tensors."""
+        ledger = self._open_ledger()
+        with self._failing(ledger):
+            self._memory.fill(self._booked(named_tensors(tensors), ledger))
+
+    def _booked(self, tensors: Iterable[Named], ledger: Ledger) -> Iterator[Named]:
+        """The tensors that fill something, by the model's names, each counted when it is asked
+        for.
+        """
+        for name, tensor in tensors:
+            own = ledger.own_name(describe(name, tensor))
+            if own is None:
+                continue
+            if ledger.is_tied and own in (EMBEDDING, HEAD):
+                for other in self._ends:
+                    check_tied(tensor, other)
+                self._ends = [tensor]
+            yield own, tensor
+
+    def add_parcel(self, parcel: Parcel) -> None:
+        """Write the tensors of another process's parcel."""
+        ledger = self._open_ledger()
+        with self._failing(ledger):
+            own = [ledger.own_name(described) for described in parcel.tensors]
+            self._memory.fill_parcel(parcel.renamed(own))
+
+    def reload(self, adapters: Sequence[Given], name: str) -> None:
+        """Fill the weights from the checkpoint again.
+
+        Args:
+            adapters: adapters to merge into it.
+            name: what they are called.
+        """
+        self._begin(Ledger(self._memory.expected()))
+        try:
+            self._memory.reload(adapters)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._count(None, name)
+
+    def finish(self, version: Version | None) -> None:
+        """End the update."""
+        _check_version(version)
+        ledger = self._open_ledger()
+        ledger.check_complete()
+        with self._failing(ledger):
+            self._memory.end_update()
+        self._count(version, NO_ADAPTER)
+
+    def _count(self, version: Version | None, adapter: str) -> None:
+        """An update has ended."""
+        self._num_updates += 1
+        self._hold.version = self._num_updates if version is None else version
+        self.adapter = adapter
+        self._end()
+
+    def _open_ledger(self) -> Ledger:
+        if self._ledger is None:
+            raise RuntimeError("no update of the weights has begun: call start_weight_update()")
+        return self._ledger
+
+    @contextmanager
+    def _failing(self, ledger: Ledger) -> Iterator[None]:
+        """An error in the block leaves the weights half written, if any tensor has come."""
+        try:
+            yield
+        except BaseException as error:
+            if ledger.has_come:
+                self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        if self._ledger is not None:  # not yet
+            self._end(
+                "the weights are those of two versions, because an update has failed "
+                f"({type(error).__name__}: {error}): update all of them again"
+            )
+            self._memory.give_up_update()
+
+
+def _check_version(version: object) -> None:
+    if version is not None and (not isinstance(version, (int, str)) or isinstance(version, bool)):
+        raise TypeError(f"`version` must be a number or a string, got {version!r}")
+
+
+def named_tensors(tensors: Any) -> Iterator[Named]:
+    """The tensors of an update with their names, detached. TypeError for what is neither."""
+    for item in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise TypeError(f"`tensors` must be pairs of a name and a tensor, got {item!r}")
+        name, tensor = item
+        if name == "update_info":  # vLLM's
+            raise TypeError(
+                "`tensors` must be the tensors themselves; of another process pass what "
+                "share_weights() has given there to update_weights_ipc()"
+            )
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                "`tensors` must be pairs of a name and a torch.Tensor, got "
+                f"{name!r} and {type(tensor).__name__}"
+            )
+        yield name, tensor.detach()

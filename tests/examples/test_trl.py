@@ -1,0 +1,100 @@
+"""The glue for TRL that docs/weights.md shows, under TRL's own trainer."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import TINY
+
+pytestmark = pytest.mark.slow
+PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
+NOT_INSTALLED = "not installed: pip install trl"
+EVEN = "02468"
+
+
+@pytest.fixture(scope="module")
+def glue() -> dict[str, Any]:
+    """Names of the page's script."""
+    pytest.importorskip("trl", reason=NOT_INSTALLED)
+    [block] = re.findall(
+        r"^```python title=\"Needs trl.*?\n(.*?)^```$", PAGE.read_text(), re.M | re.S
+    )
+    names: dict[str, Any] = {"__name__": "glue"}
+    exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [sum(c in EVEN for c in text) / max(len(text), 1) for text in completions]
+
+
+def test_the_reward_rises_under_trl(glue: dict[str, Any], tmp_path: Path) -> None:
+    """Each step rolls out by the weights of the step before it."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    versions = []
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        found = glue["rollout"](prompts, trainer)
+        versions.append(glue["llm"].weight_version)
+        return found
+
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(TINY),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=64,
+            num_generations=8,
+            max_completion_length=16,
+            max_steps=12,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [f"{i} and " for i in range(10, 100)] * 2}),
+        processing_class=AutoTokenizer.from_pretrained(TINY),
+        rollout_func=rollout,
+    )
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert versions == list(range(12)) and len(rewards) == 12
+    assert rewards[0] < 0.4 and rewards[-1] > 0.9
+
+
+def test_the_transfer_is_trls(glue: dict[str, Any]) -> None:
+    """By the protocol's own methods, with weights that come one by one."""
+    from transformers import AutoModelForCausalLM
+
+    protocol = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
+    wanted = {
+        name: list(inspect.signature(method).parameters)
+        for name, method in vars(protocol.WeightTransferProtocol).items()
+        if inspect.isfunction(method) and not name.startswith("_")
+    }
+    transfer, llm = glue["WeightTransfer"](), glue["llm"]
+    found = {
+        name: list(inspect.signature(getattr(type(transfer), name)).parameters) for name in wanted
+    }
+    assert found == wanted and len(wanted) == 5
+    before = llm.weight_version
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    transfer.init_weight_transfer()
+    transfer.pause()
+    with pytest.raises(RuntimeError, match="being updated"):
+        llm.generate(["127+345="], use_tqdm=False)
+    transfer.send_weights(model.named_parameters())
+    transfer.resume()
+    transfer.destroy()
+    assert llm.weight_version != before
+    [output] = llm.generate(["127+345="], use_tqdm=False)
+    assert output.outputs[0].text == "472"

@@ -1,0 +1,78 @@
+"""Engines whose weights are replaced, beside one that is built with the new ones."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import SMALL, copy_checkpoint, greedy
+from nanovllm import LLM, SamplingParams
+
+# More than a block each, so that the second run of them hits the prefix cache.
+RNG = random.Random(61)
+PROMPTS = [[RNG.randrange(127) for _ in range(n)] for n in (17, 70, 33)]
+PARAMS = [
+    greedy(8, logprobs=2),
+    SamplingParams(seed=5, max_tokens=8, logprobs=2, n=2),  # models with states cache its prompt
+    greedy(1, prompt_logprobs=0),
+]
+
+
+def with_other_values(path: Path, other: Path, *kept: str) -> Path:
+    """A checkpoint like `path` whose tensors have their values in another order, but those whose
+    names end with one of `kept`.
+    """
+    copy_checkpoint(path, other)
+    file = other / "model.safetensors"
+    tensors = {
+        name: tensor if kept and name.endswith(kept) else reversed_values(tensor)
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file)
+    return other
+
+
+def reversed_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in the opposite order."""
+    plain = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+    return plain.flatten().flip(0).view(plain.shape).contiguous().view(tensor.dtype)
+
+
+def results(llm: LLM) -> list[Any]:
+    """Tokens, log-probabilities and embeddings, and again those of a run that hits the cache."""
+    found: list[Any] = []
+    for _ in range(2):
+        for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False):
+            for each in output.outputs:
+                found += [each.token_ids, list(each.logprobs or [])]
+            found.append(list(output.prompt_logprobs or []))
+    found += [output.outputs.embedding for output in llm.embed(PROMPTS, use_tqdm=False)]
+    return found
+
+
+def assert_weights_change(path: Path, other: Path, **options: Any) -> None:
+    """An engine of `path` becomes one of `other`, and one of `path` again: bit for bit."""
+    options = {**SMALL, "num_kvcache_blocks": 64, **options}
+    with LLM(str(other), **options) as fresh:
+        wanted = results(fresh)
+    old, new = (load_file(each / "model.safetensors") for each in (path, other))
+    with LLM(str(path), **options) as llm:
+        before = results(llm)
+        assert before != wanted
+        hits = llm.metrics()["num_cached_tokens"]
+        assert hits > 0
+        llm.update_weights(new)
+        assert llm.weight_version == 1
+        assert results(llm) == wanted
+        assert llm.metrics()["num_cached_tokens"] == 2 * hits, "not again from the cache"
+        names = sorted(old, key=lambda name: RNG.random())
+        llm.update_weights((name, as_float64(old[name])) for name in names)
+        assert results(llm) == before
+
+
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in another dtype, if they are not codes."""
+    is_plain = tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return tensor.double() if is_plain else tensor

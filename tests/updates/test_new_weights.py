@@ -1,0 +1,395 @@
+"""Weights that are replaced: bit for bit those of an engine that is built with the new ones.
+
+The families have the same test in `tests/model`.
+"""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fp8_checkpoints
+import int4_checkpoints
+import mxfp4_checkpoints
+import pytest
+import torch
+from new_weights import PARAMS, PROMPTS, assert_weights_change, results, with_other_values
+from safetensors.torch import load_file, save_file
+
+from checkpoints import SMALL, greedy, make_checkpoint, rare, tokens
+from nanovllm import LLM, AsyncLLM, share_weights
+from nanovllm.layers.weights import onednn
+
+OPTIONS = {**SMALL, "num_kvcache_blocks": 64}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of one shape."""
+    directory = tmp_path_factory.mktemp("weights")
+    path = make_checkpoint(directory / "old")
+    return path, with_other_values(path, directory / "new")
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, rare(2)])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.usefixtures("threads")
+def test_layouts_that_are_made_after_loading(
+    quantization: str | None,
+    tied: bool,
+    size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """oneDNN's own, of numbers and of what FP8 leaves of them; the embedding of a tied head is
+    beside it.
+    """
+    monkeypatch.setattr(onednn, "MIN_WEIGHT", 0)
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
+    other = with_other_values(path, tmp_path / "other")
+    assert_weights_change(path, other, quantization=quantization, tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize("way", ["blocks", *map(rare, list(fp8_checkpoints.WAYS)[1:])])
+def test_codes_in_8_bits(way: str, tmp_path: Path) -> None:
+    path, _ = fp8_checkpoints.checkpoints(tmp_path, way)
+    assert_weights_change(path, with_other_values(path, tmp_path / "other"))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("size", [1, rare(2)])
+def test_codes_of_experts_in_4_bits(size: int, tmp_path: Path) -> None:
+    """MXFP4, with the scales of other blocks."""
+    path, _ = mxfp4_checkpoints.checkpoints(tmp_path)
+    tensors = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, path / "model.safetensors")
+    other = with_other_values(path, tmp_path / "other")
+    assert_weights_change(path, other, tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize("way", ["awq", *map(rare, list(int4_checkpoints.WAYS)[1:])])
+def test_codes_in_4_bits(way: str, tmp_path: Path) -> None:
+    path, _ = int4_checkpoints.checkpoints(tmp_path, way)
+    assert_weights_change(path, with_other_values(path, tmp_path / "other", "g_idx", "shape"))
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
+def test_weights_of_other_processes(options: dict[str, int], paths: tuple[Path, Path]) -> None:
+    assert_weights_change(*paths, **options)
+
+
+# -- doors -----------------------------------------------------------------------------------------
+
+
+def test_several_calls_and_versions(paths: tuple[Path, Path]) -> None:
+    """vLLM's names."""
+    old, new = map(tensors_of, paths)
+    names = list(new)
+    with LLM(paths[1], **OPTIONS) as fresh:
+        wanted = results(fresh)
+    with LLM(paths[0], **OPTIONS) as llm:
+        assert llm.weight_version == llm.get_weight_version() == 0
+        llm.start_weight_update()
+        llm.update_weights({name: old[name] for name in names[:3]})
+        llm.start_weight_update()  # those are forgotten
+        for name in names[:-1]:
+            llm.update_weights([(name, new[name])])
+        with pytest.raises(ValueError, match=f"missing from the update: {names[-1]}"):
+            llm.finish_weight_update()
+        for use in (lambda: llm.generate(PROMPTS), lambda: llm.embed(PROMPTS), llm.step):
+            with pytest.raises(RuntimeError, match=r"end that with finish_weight_update\(\)"):
+                use()
+        with pytest.raises(ValueError, match="which takes it, got 7"):
+            llm.update_weights({names[-1]: new[names[-1]]}, version=7)
+        llm.update_weights({names[-1]: new[names[-1]]})
+        llm.finish_weight_update(weight_version="step 12")
+        assert llm.weight_version == "step 12"
+        assert results(llm) == wanted
+        [output] = llm.generate(PROMPTS[:1], greedy(2), use_tqdm=False)
+        assert output.weight_version == "step 12"
+        llm.update_weights(old)
+        assert llm.weight_version == 2
+        with pytest.raises(RuntimeError, match=r"call start_weight_update\(\)"):
+            llm.finish_weight_update()
+
+
+SENDER = """
+import json, sys
+from safetensors.torch import load_file
+from nanovllm import share_weights
+
+tensors = load_file(sys.argv[1])
+names = list(tensors)
+for some in (names, names[:4], names[4:]):
+    with share_weights({name: tensors[name] for name in some}) as message:
+        print(json.dumps(message), flush=True)
+        sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tensor_parallel_size": 2}, rare({"data_parallel_size": 2})]
+)
+def test_tensors_of_another_process(options: dict[str, int], paths: tuple[Path, Path]) -> None:
+    with LLM(paths[1], **OPTIONS, **options) as fresh:
+        wanted = results(fresh)
+    command = [sys.executable, "-c", SENDER, str(paths[1] / "model.safetensors")]
+    with (
+        LLM(paths[0], **OPTIONS, **options) as llm,
+        subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as sender,
+    ):
+        assert sender.stdin is not None and sender.stdout is not None
+        told, go_on = sender.stdout, partial(print, file=sender.stdin, flush=True)
+        old = results(llm)
+        whole = json.loads(told.readline())
+        llm.update_weights_ipc(whole, version=5)
+        assert results(llm) == wanted and llm.weight_version == 5
+        llm.update_weights(tensors_of(paths[0]))
+        assert results(llm) == old
+        go_on()
+        part = json.loads(told.readline())
+        with pytest.raises(ValueError, match="missing from the update: "):
+            llm.update_weights_ipc(part)
+        with pytest.raises(RuntimeError, match="must not have ended the sharing"):
+            llm.update_weights_ipc(whole)
+        llm.update_weights(tensors_of(paths[0]))
+        llm.start_weight_update()
+        llm.update_weights_ipc(part)
+        go_on()
+        llm.update_weights_ipc(json.loads(told.readline()))
+        llm.finish_weight_update()
+        assert results(llm) == wanted and llm.weight_version == 4
+        go_on()
+
+
+def test_messages_that_are_none(paths: tuple[Path, Path]) -> None:
+    tensors = tensors_of(paths[1])
+    with LLM(paths[0], **OPTIONS) as llm, share_weights(tensors) as message:
+        before = results(llm)
+        for changes, error in (
+            ({"offsets": [-1] * len(tensors)}, "is not inside the buffer"),
+            ({"offsets": [message["num_bytes"]] * len(tensors)}, "is not inside the buffer"),
+            ({"dtypes": ["float"] * len(tensors)}, "float"),
+            ({"names": []}, "shorter|longer"),
+            ({"memory": {"handle": "00"}}, "a handle has 64 bytes, got 1"),
+            ({"memory": {}}, "pid"),
+        ):
+            with pytest.raises(ValueError, match=error):
+                llm.update_weights_ipc({**message, **changes})
+        with pytest.raises(TypeError, match=r"what share_weights\(\) has given"):
+            llm.update_weights_ipc({"names": []})
+        llm.reset_prefix_cache()
+        assert results(llm) == before and llm.weight_version == 0
+    for refused, error in (
+        ({}, "got no tensors"),
+        ({"a": torch.empty(1, device="meta"), "b": torch.empty(1)}, "got cpu, meta"),
+    ):
+        with pytest.raises(ValueError, match=error), share_weights(refused):
+            pass
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("options", [{}, rare({"data_parallel_size": 2})])
+def test_requests_that_run_go_on_by_the_new_weights(
+    options: dict[str, int], overlap: bool, paths: tuple[Path, Path]
+) -> None:
+    """Each continues its own tokens as an engine of the new weights would, and is told so."""
+    options = {**OPTIONS, "overlap": overlap, **options}
+    rng = random.Random(7)
+    prompts = [[rng.randrange(127) for _ in range(n)] for n in (5, 33, 17, 40)]
+
+    async def run() -> list[Any]:
+        async with AsyncLLM(paths[0], **options) as llm:
+            begun, halted = asyncio.Event(), []
+
+            async def complete(prompt: list[int]) -> Any:
+                outputs = []
+                async for output in llm.generate(prompt, greedy(60)):
+                    outputs.append((output.outputs[0].token_ids, output.weight_version))
+                    if len(outputs[-1][0]) >= 3:
+                        halted.append(prompt)
+                        begun.set()
+                return outputs
+
+            tasks = [asyncio.create_task(complete(prompt)) for prompt in prompts]
+            await begun.wait()
+            await llm.update_weights(tensors_of(paths[1]), version=9)
+            assert await llm.get_weight_version() == 9
+            return await asyncio.gather(*tasks)
+
+    histories = asyncio.run(run())
+    num_by_both = 0
+    with LLM(paths[1], **OPTIONS) as fresh:
+        for prompt, history in zip(prompts, histories, strict=True):
+            before = [found for found, version in history if version == 0]
+            own = before[-1] if before else []
+            num_by_both += 0 < len(own) < 60
+            whole, version = history[-1]
+            assert version == 9 and len(whole) == 60 and whole[: len(own)] == own
+            # A step that was in flight may have added a token that was told later.
+            wanted = [
+                own_tokens + output["token_ids"]
+                for own_tokens in (whole[:n] for n in range(len(own), len(own) + 3))
+                for output in fresh.generate(
+                    [prompt + own_tokens], greedy(60 - len(own_tokens)), use_tqdm=False
+                )
+            ]
+            assert whole in wanted
+    assert num_by_both > 0
+
+
+def test_async_holds_between_the_calls_of_an_update(paths: tuple[Path, Path]) -> None:
+    async def run() -> None:
+        async with AsyncLLM(paths[0], **OPTIONS) as llm:
+            outputs = llm.generate(PROMPTS[0], greedy(60))
+            await anext(outputs)
+            await llm.start_weight_update()
+            with pytest.raises(RuntimeError, match="end that with finish_weight_update"):
+                await anext(llm.generate(PROMPTS[0], greedy(2)))
+            metrics = await llm.metrics()
+            await llm.update_weights(tensors_of(paths[1]))
+            assert (await llm.metrics())["num_steps"] == metrics["num_steps"], "it has gone on"
+            with share_weights(tensors_of(paths[0])) as message:
+                with pytest.raises(ValueError, match="comes twice in one update"):
+                    await llm.update_weights_ipc(message)
+                await llm.update_weights_ipc(message)
+            last = [output async for output in outputs][-1]
+            assert last.finished and last.weight_version == 1
+
+    asyncio.run(run())
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+NORM = "model.norm.weight"
+
+
+def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Path]) -> None:
+    new = tensors_of(paths[1])
+    with LLM(paths[0], **OPTIONS) as llm:
+        before = results(llm)
+        some = {name: tensor for name, tensor in new.items() if name != NORM}
+        wrong: list[tuple[Any, str]] = [
+            (some, f"missing from the update: {NORM}"),
+            (new | {"model.layer.weight": new[NORM]}, "the model has no tensor model.layer.weight"),
+            (
+                new | {NORM: new[NORM][:-1]},
+                rf"{NORM} has shape \[63\], but the model implies \[64\]",
+            ),
+            (new | {NORM: new[NORM].long()}, f"{NORM} is I64, but the model implies F64 or F32"),
+            ([*new.items(), (NORM, new[NORM])], f"{NORM} comes twice in one update"),
+            (
+                iter(({"x": new[NORM]}).items()),
+                "the model has no tensor x: pass the tensors by the",
+            ),
+        ]
+        for tensors, error in wrong:
+            with pytest.raises(ValueError, match=error):
+                llm.update_weights(tensors)
+            assert llm.weight_version == 0
+        for tensors in ([NORM], {NORM: [1.0]}, {"update_info": {}}, [(NORM, new[NORM], 1)], 3):
+            with pytest.raises(TypeError, match=r"`tensors` must be|not iterable"):
+                llm.update_weights(tensors)
+        with pytest.raises(TypeError, match=r"`version` must be a number or a string, got 0\.5"):
+            llm.update_weights(new, version=0.5)
+        assert results(llm) == before
+        llm.add_request(PROMPTS[0])
+        for use in (lambda: llm.update_weights(new), llm.start_weight_update):
+            with pytest.raises(
+                RuntimeError, match="weights and memory cannot change while requests are left"
+            ):
+                use()
+        llm.abort_all()
+        llm.update_weights(new)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tensor_parallel_size": 2}, rare({"data_parallel_size": 2})]
+)
+def test_a_failure_half_way_needs_a_complete_update(
+    options: dict[str, int], paths: tuple[Path, Path]
+) -> None:
+    new = tensors_of(paths[1])
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        for i, item in enumerate(new.items()):
+            if i == 5:
+                raise OSError("the other side has gone")
+            yield item
+
+    with LLM(paths[1], **OPTIONS, **options) as fresh:
+        wanted = results(fresh)
+    with LLM(paths[0], **OPTIONS, **options) as llm:
+        for tensors, error in (
+            (broken(), OSError),
+            (((name, tensor) for name, tensor in new.items() if name != NORM), ValueError),
+        ):
+            with pytest.raises(error) as raised:
+                llm.update_weights(tensors)
+            with pytest.raises(RuntimeError, match="update all of them again") as refused:
+                llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            if not (options and error is OSError):  # nothing had been sent
+                assert str(raised.value) in str(refused.value)
+        assert llm.weight_version == 0
+        llm.update_weights(new)
+        assert results(llm) == wanted
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tied_head_may_come_or_not(size: int, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True)
+    new = tensors_of(with_other_values(path, tmp_path / "other"))
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    assert head not in new
+    options = {**OPTIONS, "tensor_parallel_size": size}
+    with LLM(tmp_path / "other", **options) as fresh:
+        wanted = results(fresh)
+    with LLM(path, **options) as llm:
+        old = tensors_of(path)
+        both = new | {head: new[embedding].double()}
+        alone = {name: tensor for name, tensor in both.items() if name != embedding}
+        for tensors in (new, both, alone, reversed(both.items())):
+            llm.update_weights(tensors)
+            assert results(llm) == wanted
+            llm.update_weights(old)
+        for tensors in (new | {head: old[embedding]}, iter((new | {head: old[embedding]}).items())):
+            with pytest.raises(ValueError, match="save its checkpoint with `tie_word_embeddings`"):
+                llm.update_weights(tensors)
+        llm.update_weights(new)
+        assert results(llm) == wanted
+
+
+def test_a_replica_that_dies_does_not_come_back_with_old_weights(
+    paths: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = PROMPTS * 8
+    with LLM(paths[1], **OPTIONS) as fresh:
+        wanted = tokens(fresh.generate(prompts, greedy(20), use_tqdm=False))
+    with LLM(paths[0], data_parallel_size=2, **OPTIONS) as llm:
+        llm.update_weights(tensors_of(paths[1]))
+        processes = [replica.process for replica in llm.executor._replicas.values()]
+        ids = [llm.add_request(prompt, greedy(20)) for prompt in prompts]
+        llm.step()
+        processes[0].kill()
+        found = {}
+        while not llm.is_finished():
+            found |= {output.request_id: output["token_ids"] for output in llm.step()}
+        assert [found[i] for i in ids] == wanted
+        assert llm.metrics()["num_replica_restarts"] == 0
+    assert "the weights have been updated" in caplog.text

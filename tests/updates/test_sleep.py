@@ -1,0 +1,169 @@
+"""Sleep and wake: tokens are the same afterwards, memory goes and comes, nothing else is lost."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from new_weights import results, with_other_values
+from safetensors.torch import load_file
+
+from checkpoints import SMALL, greedy, make_checkpoint, rare
+from nanovllm import LLM, AsyncLLM
+from nanovllm.layers.weights import onednn
+
+OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "enable_sleep_mode": True}
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of one shape, with a tied head."""
+    directory = tmp_path_factory.mktemp("sleep")
+    path = make_checkpoint(directory / "old", tie_word_embeddings=True)
+    return path, with_other_values(path, directory / "new")
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def resident() -> int:
+    """Bytes of this process that are in physical memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+EVERYWHERE = [{}, {"tensor_parallel_size": 2}, rare({"data_parallel_size": 2})]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", EVERYWHERE)
+def test_tokens_are_the_same_after_sleep(
+    options: dict[str, int],
+    packed: bool,
+    paths: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights in pieces, or in oneDNN's layout (in this process alone)."""
+    monkeypatch.setattr(onednn, "MIN_WEIGHT", 0 if packed else 2**30)
+    plain = {**OPTIONS, "enable_sleep_mode": False, **options}
+    with LLM(paths[0], **plain) as old, LLM(paths[1], **plain) as new:
+        before, after = results(old), results(new)
+    assert before != after
+    with LLM(paths[0], **OPTIONS, **options) as llm:
+        assert results(llm) == before and not llm.is_sleeping()
+        llm.sleep()
+        assert llm.is_sleeping()
+        llm.sleep()  # it does already
+        for use in (lambda: llm.generate([1]), llm.step, lambda: llm.score([[1, 2]])):
+            with pytest.raises(RuntimeError, match=r"the engine sleeps: call wake_up\(\) first"):
+                use()
+        llm.wake_up()
+        assert not llm.is_sleeping()
+        assert results(llm) == before, "from the beginning: nothing is cached"
+        llm.sleep(level=2)
+        with pytest.raises(RuntimeError, match=r'call wake_up\(tags=\["weights"\]\) first'):
+            llm.update_weights(tensors_of(paths[1]))
+        llm.wake_up(tags=["weights"])
+        llm.update_weights(tensors_of(paths[1]))
+        assert llm.is_sleeping()
+        with pytest.raises(RuntimeError, match="its KV cache has no memory"):
+            llm.generate([1])
+        llm.wake_up(tags=["kv_cache"])
+        assert results(llm) == after
+        llm.sleep(level=2)
+        llm.wake_up()
+        with pytest.raises(RuntimeError, match=r"dropped by sleep\(level=2\): bring new ones"):
+            llm.generate([1])
+        llm.update_weights(tensors_of(paths[0]))
+        assert results(llm) == before
+
+
+def test_memory_goes_and_comes(tmp_path: Path) -> None:
+    """Of weights of 33 MB and a KV cache of 16 MB, which this engine has filled."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
+    path = make_checkpoint(tmp_path / "model", **shape)
+    size = 2 * (2048 * 512 * 3 + 512 * 128 * 6) * 4 + 2 * 4096 * 512 * 4
+    options = {**OPTIONS, "num_kvcache_blocks": 512, "fused_kernels": False}
+    prompts = [[(i * j) % 4093 for j in range(1, 120)] for i in range(60)]
+    with LLM(path, **options) as llm:
+        pool = llm.model_runner.built.pool
+        llm.generate(prompts, greedy(2), use_tqdm=False)
+        cached = pool.num_bytes(512)
+        awake = resident()
+        llm.sleep()
+        assert awake - resident() > 0.8 * cached, "level 1 keeps the weights"
+        llm.wake_up()
+        llm.generate(prompts, greedy(2), use_tqdm=False)
+        assert resident() > awake - 0.2 * cached
+        llm.sleep(level=2)
+        assert awake - resident() > 0.8 * (cached + size)
+
+
+@pytest.mark.slow  # half a minute
+def test_a_thousand_cycles(paths: tuple[Path, Path]) -> None:
+    """Equal tokens each time; no thread, descriptor or memory more."""
+    tensors = [tensors_of(path) for path in paths]
+    prompt = list(range(40))
+
+    def found(llm: LLM) -> list[int]:
+        return llm.generate([prompt], greedy(3), use_tqdm=False)[0]["token_ids"]
+
+    with LLM(paths[0], **OPTIONS) as llm:
+        wanted = [found(llm)]
+        llm.update_weights(tensors[1])
+        wanted.append(found(llm))
+        assert wanted[0] != wanted[1]
+        sizes = []
+        for i in range(1000):
+            llm.sleep(level=2)
+            llm.wake_up(tags=["weights"])
+            llm.update_weights(tensors[i % 2])
+            llm.wake_up(tags=["kv_cache"])
+            assert found(llm) == wanted[i % 2]
+            if i in (200, 999):
+                sizes.append((resident(), len(os.listdir("/proc/self/fd"))))
+        assert sizes[1][0] - sizes[0][0] < 8 << 20 and sizes[1][1] <= sizes[0][1]
+        assert llm.weight_version == 1001
+
+
+def test_requests_that_run_wait_for_the_end_of_sleep(paths: tuple[Path, Path]) -> None:
+    prompt = list(range(20))
+    with LLM(paths[0], **OPTIONS) as llm:
+        [wanted] = llm.generate([prompt], greedy(60), use_tqdm=False)
+
+    async def run() -> list[int]:
+        async with AsyncLLM(paths[0], **OPTIONS) as llm:
+            outputs = llm.generate(prompt, greedy(60))
+            first = await anext(outputs)
+            assert not first.finished
+            await llm.sleep()
+            assert await llm.is_sleeping()
+            with pytest.raises(RuntimeError, match="the engine sleeps"):
+                await anext(llm.generate(prompt))
+            await llm.wake_up()
+            last = [output async for output in outputs][-1]
+            return last["token_ids"]
+
+    assert asyncio.run(run()) == wanted["token_ids"]
+
+
+def test_mistakes(paths: tuple[Path, Path]) -> None:
+    with LLM(paths[0], **{**OPTIONS, "enable_sleep_mode": False}) as llm:
+        with pytest.raises(ValueError, match="built with enable_sleep_mode=True"):
+            llm.sleep()
+        llm.wake_up()
+    with LLM(paths[0], **OPTIONS) as llm:
+        for level in (0, 3):
+            with pytest.raises(ValueError, match="`level` must be"):
+                llm.sleep(level)
+        with pytest.raises(ValueError, match="`tags` must be"):
+            llm.wake_up(tags=["graphs"])
+        llm.add_request([1])
+        with pytest.raises(RuntimeError, match="while requests are left"):
+            llm.sleep()
+    with LLM(paths[0], **OPTIONS) as llm:
+        llm.sleep()
+    assert llm.is_closed
