@@ -8,6 +8,8 @@ import pytest
 
 from checkpoints import outputs_of
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.utils.integers import cdiv
 
@@ -55,6 +57,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Tokens, and the log-probabilities of each place: of the completion, and of the prompt.
 Bits = tuple[list[int], list[Any]]
+Found = list[tuple[int, RequestOutput]]  # outputs, and whose they are
 
 
 class Workload:
@@ -109,26 +112,89 @@ def _numbers(place: Any) -> Any:
     return None if place is None else {token: (p.logprob, p.rank) for token, p in place.items()}
 
 
+class Watch:
+    """What an engine's steps were. It looks at all that are chosen while `patch` holds.
+
+    Attributes:
+        largest: most sequences of a step.
+        chunked: prompts of which a step computed a part.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.largest, self.chunked = 0, set[tuple[int, ...]]()
+        schedule = Scheduler.schedule
+
+        def watched(scheduler: Scheduler) -> list[ScheduledSequence]:
+            step = schedule(scheduler)
+            self.largest = max(self.largest, len(step))
+            for item in step:
+                if not item.samples:
+                    self.chunked.add(tuple(item.seq.token_ids[: item.seq.num_prompt_tokens]))
+            return step
+
+        patch.setattr(Scheduler, "schedule", watched)
+
+    def happened(self, way: str, found: Found, largest: int) -> list[bool]:
+        """Whether that happened which a way is for, to each request.
+
+        Args:
+            way: the way.
+            found: outputs, and whose they are.
+            largest: number of sequences of the largest step.
+        """
+        if way == "preempted":
+            preempted = {i for i, output in found if was_preempted(output)}
+            return [i in preempted for i, _ in found]
+        if way == "hits":
+            return [output.num_cached_tokens > 0 for _, output in found]
+        if way == "chunks":
+            return [tuple(output.prompt_token_ids) in self.chunked for _, output in found]
+        return [self.largest >= largest]
+
+
+def was_preempted(output: RequestOutput) -> bool:
+    """Whether a request has lost its place."""
+    assert output.metrics is not None
+    return output.metrics.num_preemptions > 0
+
+
+def preempt_each(patch: pytest.MonkeyPatch) -> None:
+    """Let each sequence lose its place once, after any of its tokens, as where the pool is full."""
+    schedule = Scheduler.schedule
+
+    def preempting(scheduler: Scheduler) -> list[ScheduledSequence]:
+        for seq in [*scheduler.running]:
+            if (
+                not seq.num_preemptions
+                and seq.seq_id % 7 < len(seq.token_ids) - seq.num_prompt_tokens
+            ):
+                scheduler.preempt(seq)
+        return schedule(scheduler)
+
+    patch.setattr(Scheduler, "schedule", preempting)
+
+
 def differences(
     path: Any,
     work: Workload,
     options: dict[str, Any],
     ways: dict[str, dict[str, Any]],
     generate: Callable[[LLM, Any, Any], list[RequestOutput]] = outputs_of,
+    each: bool = False,
 ) -> list[str]:
     """The ways in which any bit differs from that of the same request alone, each with options of
-    its own: "batch" (two completions of each prompt), "chunks", "preempted", "hits". Each does what
-    it is for.
+    its own: "batch" (two completions of each prompt), "chunks", "preempted", "hits". What each is
+    for happens: to every request if `each`, else to some.
     """
+    count = list(range(len(work.prompts)))
+
+    def run(llm: LLM, which: list[int], **own: Any) -> list[RequestOutput]:
+        params = [work.params(i, **own) for i in which]
+        return generate(llm, [work.prompts[i] for i in which], params)
+
     with LLM(path, **{**options, **ways["batch"], "enable_prefix_caching": False}) as llm:
-
-        def alone(i: int, **own: Any) -> RequestOutput:
-            [output] = generate(llm, [work.prompts[i]], [work.params(i, **own)])
-            return output
-
-        count = range(len(work.prompts))
-        first = [alone(i, prompt_logprobs=2) for i in count]
-        seconds = [bits(alone(i, seed=100 * i + 1)) for i in count]
+        first = [run(llm, [i], prompt_logprobs=2)[0] for i in count]
+        seconds = [bits(run(llm, [i], seed=100 * i + 1)[0]) for i in count]
     wanted, of_prompts = [*map(bits, first)], [*map(prompt_bits, first)]
     wrong = []
     for way, given in ways.items():
@@ -144,16 +210,19 @@ def differences(
         with LLM(path, **{**options, **own}) as llm, pytest.MonkeyPatch.context() as patch:
             if way == "preempted":
                 patch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+                if each:
+                    preempt_each(patch)
+            watch = Watch(patch)
             for _ in range(2 if way == "hits" else 1):
-                outputs = generate(llm, work.prompts, work.all_params(**more))
-            metrics = llm.metrics()
-        assert metrics["num_preemptions"] > 0 or way != "preempted", "the way is pointless"
-        assert metrics["num_cached_tokens"] > 0 or way != "hits", "the way is pointless"
-        same = [*map(bits, outputs)] == wanted
+                found = [*zip(count, run(llm, count, **more), strict=True)]
+            largest = min(llm.config.max_num_seqs, 2 * len(count))
+            happened = watch.happened(way, found, largest)
+        assert all(happened) if each else any(happened), "the way is pointless"
+        same = all(bits(output) == wanted[i] for i, output in found)
         if way != "hits":
-            same = same and [*map(prompt_bits, outputs)] == of_prompts
+            same = same and all(prompt_bits(output) == of_prompts[i] for i, output in found)
         if way == "batch":
-            same = same and [bits(output, 1) for output in outputs] == seconds
+            same = same and all(bits(output, 1) == seconds[i] for i, output in found)
         if not same:
             wrong.append(way)
     return wrong

@@ -3,6 +3,7 @@
 On a CPU, in plain PyTorch; the kernels' part is in tests/kernels/test_invariant_kernels.py.
 """
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from invariance import CHECKPOINTS, Workload, differences
 
 from checkpoints import SMALL, make_checkpoint, outputs_of, rare
-from nanovllm import LLM
+from nanovllm import LLM, RequestOutput
 
 SELDOM = {"gemma 3", "olmo 2", "qwen3.5 moe"}
 OPTIONS: dict[str, Any] = {
@@ -74,6 +75,51 @@ def test_bits_of_codes_that_become_numbers(way: str, tmp_path: Path) -> None:
 )
 def test_bits_with_other_options(options: dict[str, Any], checkpoint: Path) -> None:
     assert differences(checkpoint, work(), OPTIONS | options, WAYS) == []
+
+
+MANY: dict[str, Any] = {"max_model_len": 128, "num_kvcache_blocks": 2048}
+ALL_WAYS: dict[str, dict[str, Any]] = {
+    "batch": {"max_num_batched_tokens": 2048},
+    "chunks": {"max_num_batched_tokens": 19, "max_num_seqs": 11},
+    "preempted": {"max_num_batched_tokens": 512, "num_kvcache_blocks": 1024},
+    "hits": {"max_num_batched_tokens": 600},
+}
+
+
+def differences_of_each(path: Path, count: int, at_once: int, **options: Any) -> list[str]:
+    """The ways in which any of many prompts differs, when each has come in all of them.
+
+    Args:
+        path: checkpoint.
+        count: number of prompts.
+        at_once: size of the batch.
+    """
+    rng = random.Random(SEED)
+    work = Workload(SEED, [rng.randrange(4, 40) for _ in range(count)], 9, shared=17)
+    ways = {way: {"max_num_seqs": at_once, **own} for way, own in ALL_WAYS.items()}
+
+    def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+        return llm.generate(prompts, params, use_tqdm=False)
+
+    return differences(path, work, OPTIONS | MANY | options, ways, generate, each=True)
+
+
+def test_each_prompt_in_all_ways(checkpoint: Path) -> None:
+    """The small form of the next one."""
+    assert differences_of_each(checkpoint, count=12, at_once=8) == []
+
+
+@pytest.mark.slow
+def test_a_thousand_prompts_in_batches_of_256(checkpoint: Path) -> None:
+    """Each alone, in a batch, in chunks, preempted, and with its prefix in the cache."""
+    assert differences_of_each(checkpoint, count=1000, at_once=256) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads")
+def test_each_prompt_in_all_ways_on_two_ranks(checkpoint: Path) -> None:
+    options = {"tensor_parallel_size": 2}
+    assert differences_of_each(checkpoint, count=40, at_once=32, **options) == []
 
 
 @pytest.fixture
