@@ -37,6 +37,7 @@ from nanovllm.kernels.recurrent import delta_tokens, short_conv
 from nanovllm.kernels.recurrent.delta_prompt import chunks_of
 from nanovllm.kernels.sampling.logprobs import logprobs
 from nanovllm.layers.base import Build
+from nanovllm.layers.weights.quantized import QuantizedWeight, dequantize
 from nanovllm.models import model_class
 from nanovllm.startup import build as choices
 from nanovllm.startup import builder
@@ -335,6 +336,9 @@ def test_experts_keep_codes_that_have_no_tile_elsewhere(tmp_path: Path) -> None:
     layer = model.model.layers[0]
     assert not layer.self_attn.qkv_proj.weight.has_kernels
     assert layer.mlp.experts.gate_up.has_kernels and layer.mlp.experts.down.has_kernels
+    dequantize(model)
+    assert layer.self_attn.qkv_proj.weight.invariant
+    assert isinstance(layer.mlp.experts.down, QuantizedWeight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

@@ -12,10 +12,13 @@ import fp8_checkpoints
 import int4_checkpoints
 import pytest
 import torch
-from invariance import CHECKPOINTS, Workload, differences
+from invariance import CHECKPOINTS, Workload, bits, differences
+from new_weights import with_other_values
+from safetensors.torch import load_file
 
 from checkpoints import SMALL, make_checkpoint, outputs_of, rare
 from nanovllm import LLM, RequestOutput
+from nanovllm.layers.weights import onednn
 
 SELDOM = {"gemma 3", "olmo 2", "qwen3.5 moe"}
 OPTIONS: dict[str, Any] = {
@@ -147,6 +150,32 @@ def test_without_it_bits_differ(invariant: bool, num_threads: int, tmp_path: Pat
 def test_ranks_agree_with_themselves(checkpoint: Path) -> None:
     """With one rank, bits are others: each of two has half of the sums."""
     assert differences(checkpoint, work(), OPTIONS | {"tensor_parallel_size": 2}, WAYS) == []
+
+
+@pytest.mark.parametrize("quantization", [None, rare("fp8")])
+def test_bits_of_new_weights(
+    quantization: str | None, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, side by side, they are those of each alone in an engine that begins with them."""
+    monkeypatch.setattr(onednn, "MIN_WEIGHT", 0)
+    other, own = with_other_values(checkpoint, tmp_path / "other"), work()
+    options = {**OPTIONS, "quantization": quantization}
+    requests = own.prompts, own.all_params()
+    with LLM(other, **{**options, **WAYS["batch"]}) as fresh:
+        wanted = [outputs_of(fresh, [p], [params])[0] for p, params in zip(*requests, strict=True)]
+    with LLM(checkpoint, **{**options, **WAYS["chunks"]}) as llm:
+        before = outputs_of(llm, *requests)
+        llm.update_weights(load_file(other / "model.safetensors"))
+        after = outputs_of(llm, *requests)
+    assert [*map(bits, after)] == [*map(bits, wanted)] != [*map(bits, before)]
+
+
+def test_bits_with_an_adapter(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from peft_adapters import make_adapter
+
+    adapter = make_adapter(checkpoint, tmp_path / "adapter")
+    assert differences(checkpoint, work(), OPTIONS | {"adapter": str(adapter)}, WAYS) == []
 
 
 def test_means_do_not_depend_on_chunks(checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ from test_reports import VOCAB, Request, random_requests, run
 from checkpoints import SMALL, edit_json, make_checkpoint, rare
 from nanovllm import LLM, SamplingParams
 from nanovllm.sampling import controlled_sampler, logprobs, reporting
+from nanovllm.sampling.controlled_sampler import ControlledSampler
 from nanovllm.sampling_params import LOGPROBS_MODES
 
 SEED = 61
@@ -70,6 +71,27 @@ def test_by_kernels(requests: list[Request], path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(module, "runs_kernels", lambda logits: True)
     with np.errstate(all="ignore"), LLM(path, **OPTIONS) as llm:
         assert_alike(llm, requests)
+
+
+@interpreted
+def test_kernels_draw_all_rows_with_controls_in_one_way(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose controls change nothing, too: with bounds, as where another has filters."""
+    for module in (controlled_sampler, logprobs, reporting):
+        monkeypatch.setattr(module, "runs_kernels", lambda logits: True)
+    bounds = []
+    draw = ControlledSampler.__call__
+
+    def spy(*args: Any) -> Any:
+        drawn = draw(*args)
+        bounds.append(drawn.least)
+        return drawn
+
+    monkeypatch.setattr(ControlledSampler, "__call__", spy)
+    with np.errstate(all="ignore"), LLM(path, **OPTIONS) as llm:
+        run(llm, [([5, 77], SamplingParams(0.7, 3, seed=1, logprobs=2, ignore_eos=True))])
+    assert [bound.tolist() for bound in bounds] == [[-np.inf]] * 3
 
 
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
