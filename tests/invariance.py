@@ -140,7 +140,7 @@ class Watch:
         Args:
             way: the way.
             found: outputs, and whose they are.
-            largest: number of sequences of the largest step.
+            largest: number of sequences of the largest step, at least.
         """
         if way == "preempted":
             preempted = {i for i, output in found if was_preempted(output)}
@@ -215,7 +215,7 @@ def differences(
             watch = Watch(patch)
             for _ in range(2 if way == "hits" else 1):
                 found = [*zip(count, run(llm, count, **more), strict=True)]
-            largest = min(llm.config.max_num_seqs, 2 * len(count))
+            largest = min(llm.config.max_num_seqs, 2 * len(count)) if way == "batch" else 2
             happened = watch.happened(way, found, largest)
         assert all(happened) if each else any(happened), "the way is pointless"
         same = all(bits(output) == wanted[i] for i, output in found)

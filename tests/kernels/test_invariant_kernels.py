@@ -3,6 +3,7 @@ computes it. Each against float64, too, where no other test has it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,13 @@ from nanovllm.kernels.products import fp8_half, fp8_linear, int4_linear, int8_li
 from nanovllm.kernels.products.linear import by_one_tile
 from nanovllm.kernels.recurrent import delta_tokens, short_conv
 from nanovllm.kernels.recurrent.delta_prompt import chunks_of
+from nanovllm.kernels.sampling import logprobs as logprobs_kernels
 from nanovllm.kernels.sampling.logprobs import logprobs
 from nanovllm.layers.base import Build
 from nanovllm.layers.weights.quantized import QuantizedWeight, dequantize
 from nanovllm.models import model_class
+from nanovllm.sampling.logprobs import Distributions, Logprobs
+from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.startup import build as choices
 from nanovllm.startup import builder
 from nanovllm.tensors.delta_net import DeltaNet, DeltaState
@@ -397,9 +401,50 @@ def test_short_convolutions() -> None:
         assert all(a.equal(b) for a, b in zip(results(bounds), whole, strict=True)), bounds
 
 
-def test_log_probabilities() -> None:
-    logits, drawn = half(T, 5000), torch.arange(T, dtype=torch.int32, device=DEVICE)
-    assert_alike(lambda x, tokens: logprobs(x, tokens, 20)[1], logits, drawn)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_log_probabilities(dtype: torch.dtype) -> None:
+    """Of each distribution, and however many of the likeliest are found."""
+    logits, drawn = randn(T, 5000, dtype=dtype), torch.arange(T, dtype=torch.int32, device=DEVICE)
+    divisors, least = torch.exp(randn(T, seed=1)), randn(T, seed=2) - 1
+
+    def compute(
+        x: torch.Tensor, tokens: torch.Tensor, divisors: torch.Tensor, least: torch.Tensor, N: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        m = len(tokens)
+        rows = torch.arange(m, dtype=torch.int32, device=DEVICE)
+        found = Logprobs.empty(m, N, 0, tokens.device)
+        logprobs(x, tokens, rows, divisors, least, found.token_ids, found.values, found.ranks)
+        return found.token_ids, found.values
+
+    inputs = logits, drawn, divisors, least
+    assert_alike(partial(compute, N=MAX_LOGPROBS), *inputs)
+    whole = compute(*inputs, N=MAX_LOGPROBS)
+    for N in (0, 1, 7):
+        for part, of_whole in zip(compute(*inputs, N=N), whole, strict=True):
+            assert part.equal(of_whole[:, : 1 + N])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what runs there is what counts")
+def test_one_variant_finds_any_number_of_likely_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another variant might add in another order."""
+    variants = []
+    kernel = logprobs_kernels._logprobs_kernel
+
+    class Spy:
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            def launch(*args: Any, **constants: Any) -> Any:
+                variants.append(constants)
+                return kernel[grid](*args, **constants)
+
+            return launch
+
+    monkeypatch.setattr(logprobs_kernels, "_logprobs_kernel", Spy())
+    logits, drawn = half(3, 5000), torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    for N in (0, 1, 5, MAX_LOGPROBS):
+        found = Logprobs.empty(3, N, 0, drawn.device)
+        own = Distributions.of_model(3, drawn.device)
+        logprobs(logits, drawn, *own, found.token_ids, found.values, found.ranks)
+    assert len(variants) == 4 and all(each == variants[0] for each in variants)
 
 
 # -- whole models ---------------------------------------------------------------------------------
