@@ -140,6 +140,7 @@ class Options(TypedDict, total=False):
     share_prefixes: bool
     mixed_steps: bool
     fused_kernels: bool
+    batch_invariant: bool
     overlap: bool | None
     load_format: str
     generation_config: str
@@ -197,6 +198,9 @@ class Config:
         fused_kernels: on CUDA, use the fused Triton kernels for norms, rotary embedding,
             activation and small products, and in float32 on a CPU oneDNN's matrix products; False
             uses plain PyTorch expressions.
+        batch_invariant: compute each token alike, whatever else is in its step: its log-probability
+            has the same bits alone and in a batch, in chunks, after a hit in the prefix cache or a
+            preemption (docs/reproducible.md). Slower; on a CPU much slower.
         overlap: launch each step before the tokens of the previous one are read; None does so on
             CUDA. False is the plain synchronous loop.
         load_format: "auto" or "safetensors" reads the checkpoint's weights; "dummy" draws random
@@ -238,6 +242,7 @@ class Config:
     share_prefixes: bool = True
     mixed_steps: bool = True
     fused_kernels: bool = True
+    batch_invariant: bool = False
     overlap: bool | None = None
     load_format: str = "auto"
     generation_config: str = "auto"
@@ -265,6 +270,7 @@ class Config:
         check_bool("share_prefixes", self.share_prefixes)
         check_bool("mixed_steps", self.mixed_steps)
         check_bool("fused_kernels", self.fused_kernels)
+        check_bool("batch_invariant", self.batch_invariant)
         if self.overlap is not None:
             check_bool("overlap", self.overlap)
         check_choice("dtype", self.dtype, DTYPES)
@@ -294,11 +300,19 @@ class Config:
             check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1)
         if self.kv_cache_memory_bytes is not None:
             check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        self._check_invariance()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 "`max_num_batched_tokens` must be at least `max_num_seqs`, so that every running "
                 f"sequence gets its token in each step, got {self.max_num_batched_tokens} < "
                 f"{self.max_num_seqs}: raise the first or lower the second"
+            )
+
+    def _check_invariance(self) -> None:
+        if self.batch_invariant and self.attention_backend == "flash_attn":
+            raise ValueError(
+                "`attention_backend` must be 'auto', 'triton' or 'torch' with `batch_invariant`, "
+                "got 'flash_attn', which divides keys by what else is in the batch"
             )
 
     def _read_adapter(self) -> None:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import triton
 
@@ -304,6 +305,34 @@ def count_kernels(
     }
 
 
+def variants(
+    shape: str, architecture: str, config: dict[str, Any] | None = None, **options: Any
+) -> list[tuple[str, str]]:
+    """The kernels that an engine launches for all it can, each variant once. Libraries may multiply
+    nothing. Nothing is compiled.
+    """
+
+    def refuse(*args: object, **how: object) -> None:
+        raise AssertionError("a product by a library")
+
+    launched = set[tuple[str, str]]()
+
+    def hear(*, fn: Any, compile: dict[str, Any], **others: Any) -> bool:
+        launched.add((fn.name, compile["specialization_data"]))
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = hear
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name in (
+            *((torch, each) for each in ("mm", "addmm", "matmul", "bmm", "_scaled_mm")),
+            *((torch.Tensor, each) for each in ("mm", "matmul", "__matmul__")),
+            (torch.nn.functional, "linear"),
+        ):
+            patch.setattr(place, name, refuse)
+        compile_engine(shape, 128, architecture, config, **options)
+    return sorted(launched)
+
+
 def generate(model: str, **options: Any) -> list[Any]:
     """Answers of an engine with a real model, by the controls."""
     from nanovllm import LLM, SamplingParams
@@ -324,6 +353,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "delta net": compile_delta_net,
     "kernel counts": count_kernels,
     "generate": generate,
+    "variants": variants,
 }
 
 

@@ -5,6 +5,7 @@ Doors: `select_backend`; `base`, the interface; `triton_backend`, for the heads 
 
 from nanovllm.attention.base import AttentionBackend, AttentionNeeds
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
+from nanovllm.attention.invariant_backend import InvariantBackend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 
@@ -23,15 +24,18 @@ def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend
     """
     if choice == "auto" and needs.device.type == "cpu":
         return TorchBackend(), "the one for CPUs"  # Triton's interpreter is for tests
+    backends = BACKENDS
+    if needs.invariant:
+        backends = [InvariantBackend, FlashAttentionBackend, TorchBackend]
     refusals: list[str] = []
-    for backend in BACKENDS:
+    for backend in backends:
         if choice in ("auto", backend.name):
             refusal = backend.refusal(needs)
             if refusal is None:
                 reason = "; ".join(refusals) or ("the fastest" if choice == "auto" else "as chosen")
                 return backend(), reason
             refusals.append(f"{backend.name}: {refusal}")
-    refused = "; ".join(f"{b.name}: {why}" for b in BACKENDS if (why := b.refusal(needs)))
+    refused = "; ".join(f"{b.name}: {why}" for b in backends if (why := b.refusal(needs)))
     raise ValueError(
         f"attention_backend={choice!r} cannot be used here ({refused}); "
         "use attention_backend='auto'"

@@ -36,6 +36,8 @@ class FlashAttentionBackend(TritonStore):
             return f"head_dim {needs.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if needs.fp8:
             return "does not support an FP8 KV cache with exponents per token and head"
+        if needs.invariant:
+            return "divides keys by what else is in the batch"
         if needs.softcap or needs.sinks:
             return "this model has soft-capped scores or attention sinks"
         if refusal := triton_refusal(needs.device):  # the KV store is a Triton kernel

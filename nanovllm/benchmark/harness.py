@@ -99,6 +99,7 @@ def conditions(llm: LLM) -> dict[str, Any]:
         **{key: metrics[key] for key in keys},
         "mixed_steps": llm.config.mixed_steps,
         "fused_kernels": llm.config.fused_kernels,
+        "batch_invariant": llm.config.batch_invariant,
         "num_preemptions": metrics["num_preemptions"],
         "num_cached_tokens": metrics["num_cached_tokens"],
     }

@@ -193,8 +193,7 @@ class Rehearsal:
             given = controls if self._group.rank == 0 else None
             extras.sample(batch, np.ones(1, np.bool_), computed, given)
         logits = zeros(1, vocab_size, dtype=dtype)
-        for num_logprobs in range(MAX_LOGPROBS + 1):
-            logprobs_of(logits, ids, num_logprobs)
+        logprobs_of(logits, ids, MAX_LOGPROBS)
         torch.stack(
             [hidden[-1].to(dtype).float(), hidden.to(dtype).sum(0, dtype=torch.float32) / 2]
         )

@@ -26,6 +26,14 @@ class LostContactError(RuntimeError):
     """A collective has failed, most likely because another rank has died."""
 
 
+def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dimension, in float32, one part after another."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
 class Group:
     """One rank's view of all ranks.
 
@@ -43,6 +51,7 @@ class Group:
         self.bulk: BulkExchange | None = None
         self.name = "none"
         self._backend: Nccl | Gloo | None = None
+        self._sums_in_order = False
         self._abort_lock, self._is_aborted = threading.Lock(), False
         self._aborting: threading.Thread | None = None
         self._abort_word: torch.Tensor | None = None  # polled by kernels that wait
@@ -110,8 +119,14 @@ class Group:
         """The exchange that sums x: [T, M], if x is too large for `can_exchange`."""
         return None if self.can_exchange(x) else self.bulk
 
+    def keep_order(self) -> None:
+        """Add in the order of ranks from now on. That of libraries depends on the size of x."""
+        self._sums_in_order = True
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Replace x (float16, bfloat16 or float32) by its sum over the ranks."""
+        if self._sums_in_order:
+            return x.copy_(sum_in_order(self.all_gather(x)))
         if self._backend is not None:
             with self._losing_contact():
                 self._backend.all_reduce(x)

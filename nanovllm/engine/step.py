@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from nanovllm.engine.single_tokens import OneByOne
 from nanovllm.engine.step_inputs import Computed, StepInputs, fill_in
 from nanovllm.layers.base import Build
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.context import use_context
+from nanovllm.utils.context import decodes_as_prompts, use_context
 
 if TYPE_CHECKING:
     from nanovllm.compiling.compiler import Compiler
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from nanovllm.sampling.extras import Extras
     from nanovllm.updates.sleeper import Sleeper
     from nanovllm.updates.weights import Weights
+
+Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of a model
+ComputeLogits: TypeAlias = Callable[..., torch.Tensor]  # `Qwen3ForCausalLM.compute_logits`
 
 
 class Step:
@@ -36,6 +41,7 @@ class Step:
 
     Attributes:
         model: the model, as given.
+        compute_logits: its LM head: [n, M] -> [n, V of this rank], see `ParallelLMHead.forward`.
         last_tokens: [max_num_seqs + 1] int32, each running sequence's last sampled token, by slot;
             row 0 is for padding.
         logits: [max_num_seqs, V of this rank], on a GPU those of the last step, outside of graphs.
@@ -50,6 +56,12 @@ class Step:
         device: torch.device,
     ) -> None:
         self.model, self._group = model, build.group
+        self._invariant = build.invariant
+        self._compute: Compute = model
+        self.compute_logits: ComputeLogits = model.compute_logits
+        if build.one_by_one:
+            self._compute = OneByOne(model)
+            self.compute_logits = self._compute.compute_logits
         self._max_model_len = build.max_model_len
         self.sampler = Sampler(vocab_size, build.group)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
@@ -67,15 +79,17 @@ class Step:
             assert context.slots is not None
             decode_slots = context.slots[: context.num_decodes]
             input_ids = fill_in(input_ids, decode_slots, self.last_tokens)
+            if self._invariant:  # before the embedding: later kernels may read them early
+                decodes_as_prompts(context)
         with use_context(context):
-            hidden = states = self.model(input_ids, inputs.positions)
+            hidden = states = self._compute(input_ids, inputs.positions)
         if rows is not None and context.kept_rows is None:
             states = hidden.index_select(0, rows)
         n, divisors = len(states), inputs.sampling.logprob_divisors
         if not n:  # chunks of prompts only
             return Computed(input_ids.new_empty(0), states, hidden, divisors)
         out = None if self.logits is None else self.logits[:n]
-        logits = self.model.compute_logits(states, out)
+        logits = self.compute_logits(states, out)
         tokens = self.sampler(logits, inputs.sampling, self.last_tokens)
         return Computed(tokens, logits, hidden, divisors)
 

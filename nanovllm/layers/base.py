@@ -32,6 +32,7 @@ class Build(NamedTuple):
         cache_dtype: torch.dtype of the KV cache; None: `dtype`.
         quantization: quantisation of the linear layers; None: values of `dtype`.
         decode_tokens: maximum number of rows of a step that are decodes of one sequence.
+        batch_invariant: whether a token's results have the same bits whatever else is in its step.
         path: path in the model of the module that is being built, which is its name in the
             checkpoint.
     """
@@ -45,7 +46,18 @@ class Build(NamedTuple):
     cache_dtype: torch.dtype | None = None
     quantization: Quantization | None = None
     decode_tokens: int = 1
+    batch_invariant: bool = False
     path: str = ""
+
+    @property
+    def invariant(self) -> bool:
+        """Whether our kernels compute a row alike among any others: `batch_invariant`, if used."""
+        return self.batch_invariant and self.fused
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a step's tokens are computed one by one: `batch_invariant` without kernels."""
+        return self.batch_invariant and not self.fused
 
     def at(self, name: str) -> "Build":
         """The options of a module inside the one that is being built."""

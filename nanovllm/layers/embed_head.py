@@ -57,7 +57,8 @@ class VocabParallelEmbedding(Layer):
 
     def _make_weight(self, num_rows: int, num_cols: int) -> Weight:
         # For so large a weight, the library is as fast as our kernels, even for one row.
-        return PlainWeight(torch.zeros(num_rows, num_cols, dtype=self.build.dtype), fused=False)
+        values = torch.zeros(num_rows, num_cols, dtype=self.build.dtype)
+        return PlainWeight(values, fused=False, invariant=self.build.invariant)
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         rows = Part(self.vocab, self.config.vocab_size)

@@ -11,6 +11,7 @@ from torch import nn
 from nanovllm.checkpoint.model_config import ExpertConfig, ModelConfig
 from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.distributed.bulk import Scattered
+from nanovllm.distributed.group import sum_in_order
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
 from nanovllm.layers.linear import LinearBase, make_weight
@@ -134,7 +135,8 @@ class Experts(Layer):
             return sum_over_ranks(out, group)
         if group.size == 1 or group.can_exchange(x):  # the norm that follows sums
             return out
-        return sum_over_ranks(out.sum(0, dtype=torch.float32).to(x.dtype), group)
+        whole = sum_in_order(out) if self.build.invariant else out.sum(0, dtype=torch.float32)
+        return sum_over_ranks(whole.to(x.dtype), group)
 
     def multiply(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -152,9 +154,10 @@ class Experts(Layer):
         """
         if not self.build.fused:
             return self._by_expert(x, experts, weights)
-        from nanovllm.kernels.experts.gated_experts import gated_experts
+        from nanovllm.kernels.experts.gated_experts import gated_experts, invariant_experts
 
-        return gated_experts(x, self._weights(), experts, weights)
+        multiply = invariant_experts if self.build.invariant else gated_experts
+        return multiply(x, self._weights(), experts, weights)
 
     def _weights(self) -> "ExpertWeights":
         from nanovllm.kernels.experts.weights import ExpertWeights
@@ -198,6 +201,7 @@ def _weight(num_rows: int, num_cols: int, facts: ExpertConfig, build: Build) -> 
         return Mxfp4Weight(num_rows, num_cols, build.dtype, build.fused)
     if facts.packed and build.quantization != WHILE_LOADING:
         build = build._replace(quantization=None)
+    build = build._replace(batch_invariant=False)  # whose one tile fits not every size; theirs do
     weight = make_weight(num_rows, num_cols, facts.modules(build.path), build)
     if isinstance(weight, Fp8Weight) and weight.act_block is None:
         weight.kernels = None  # our kernels for experts accept codes only where tensor cores do

@@ -112,9 +112,13 @@ class GatedDeltaNet(RecurrentLayer):
         of_prompts = mixed, gates, self._delta_net(), self.state, *bounds
         if not self.build.fused:
             return delta_rule.prompts(*of_prompts)
+        if self.build.invariant:
+            from nanovllm.kernels.recurrent import delta_tokens
+
+            return delta_tokens.tokens(*of_prompts)
         from nanovllm.kernels.recurrent import delta_prompt
 
-        return delta_prompt.prompts(*of_prompts, chunks_of_step(len(mixed)))
+        return delta_prompt.prompts(*of_prompts, chunks_of_step(bounds[1], len(mixed)))
 
     def _delta_net(self) -> DeltaNet:
         return DeltaNet(

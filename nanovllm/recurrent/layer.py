@@ -5,7 +5,7 @@ from typing import TypeAlias
 import torch
 
 from nanovllm.layers.base import Build, StatefulLayer
-from nanovllm.utils.context import get_context
+from nanovllm.utils.context import decodes_as_prompts, get_context
 
 # The slots [P] of a step's prompts, and `Context.cu_seqlens_q` and `cu_seqlens_k`.
 Bounds: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -37,7 +37,9 @@ class RecurrentLayer(StatefulLayer):
         n, slots = context.num_decodes, context.slots
         assert slots is not None, "sequences have slots"
         parts = []
-        if n:
+        if n and self.build.invariant:
+            parts.append(self._prompts([x[:n] for x in inputs], self._bounds_of_decodes()))
+        elif n:
             parts.append(self._decode([x[:n] for x in inputs], slots[:n], context.context_lens[:n]))
         if context.cu_seqlens_q is not None:
             assert context.cu_seqlens_k is not None, "both are of prompts"
@@ -46,6 +48,12 @@ class RecurrentLayer(StatefulLayer):
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         rows = context.kept_rows if self.is_last else None
         return out if rows is None else out.index_select(0, rows)
+
+    def _bounds_of_decodes(self) -> Bounds:
+        """The bounds of a step's decodes, for layers that compute them as prompts."""
+        context = get_context()
+        assert context.slots is not None, "sequences have slots"
+        return context.slots[: context.num_decodes], *decodes_as_prompts(context)
 
     def _decode(
         self, inputs: list[torch.Tensor], slots: torch.Tensor, context_lens: torch.Tensor
@@ -58,15 +66,14 @@ class RecurrentLayer(StatefulLayer):
         raise NotImplementedError
 
 
-def chunks_of_step(num_rows: int) -> torch.Tensor:
+def chunks_of_step(cu_seqlens_q: torch.Tensor, num_rows: int) -> torch.Tensor:
     """See `kernels.recurrent.delta_prompt.chunks_of`; `num_rows` of prompts, with padding. The
     first layer of a step finds them for all.
     """
     from nanovllm.kernels.recurrent.delta_prompt import chunks_of
 
-    context, key = get_context(), ("chunks", num_rows)
+    context, key = get_context(), ("chunks", num_rows, len(cu_seqlens_q))
     if key not in context.shared:
-        assert context.cu_seqlens_q is not None, "no prompts"
-        context.shared[key] = chunks_of(context.cu_seqlens_q, num_rows)
+        context.shared[key] = chunks_of(cu_seqlens_q, num_rows)
     found: torch.Tensor = context.shared[key]
     return found

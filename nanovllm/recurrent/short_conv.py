@@ -75,7 +75,7 @@ class ShortConv(RecurrentLayer):
         if self.build.fused:
             from nanovllm.kernels.recurrent import short_conv
 
-            chunks = chunks_of_step(len(bcx))
+            chunks = chunks_of_step(bounds[1], len(bcx))
             return short_conv.prompts(bcx, self.weight, self.bias, self.tail, *bounds, chunks)
         before, after, x = bcx.chunk(3, -1)
         return self._gate(causal_conv.prompts(before * x, self.weight, self.tail, *bounds), after)

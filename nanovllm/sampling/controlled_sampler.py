@@ -36,10 +36,11 @@ class ControlledSampler:
     Args:
         vocab_size: vocabulary size V.
         num_slots: number of slots in the table of counts.
+        invariant: whether kernels compute a row alike, whatever the controls of others.
     """
 
-    def __init__(self, vocab_size: int, num_slots: int) -> None:
-        self.vocab_size, self.num_slots = vocab_size, num_slots
+    def __init__(self, vocab_size: int, num_slots: int, invariant: bool = False) -> None:
+        self.vocab_size, self.num_slots, self.invariant = vocab_size, num_slots, invariant
         # [num_slots, V] int16: count of each token in the completion, its sign bit set if the
         # token is in the prompt.
         self.counts: torch.Tensor | None = None
@@ -98,13 +99,14 @@ class ControlledSampler:
         )
         masks = upload_beside(logits.device, controls.masks)
         span, (temperatures, keys, positions, slots, _) = vocab_span(self.vocab_size), metadata
-        weighs = span == kernels.SPAN and not controls.has_filters
+        filters = controls.has_filters or self.invariant
+        weighs = span == kernels.SPAN and not filters
         x, tops, weights = kernels.process(
             logits, slots, masks, mask_rows, starts, edit_tokens, biases, penalties,
             counts, temperatures if weighs else None,
         )  # fmt: skip
         least = None
-        if controls.has_filters:
+        if filters:
             least = thresholds(x, tops, temperatures, top_k, top_p, min_p)
         tokens, _ = sample(
             x, temperatures, keys, positions, slots, last_tokens, span,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.device import runs_kernels, to_host
 from nanovllm.utils.integers import cdiv
 
@@ -101,6 +102,7 @@ def logprobs_of(
     num_logprobs: int,
     distributions: Distributions | None = None,
     labels: Labels | None = None,
+    invariant: bool = False,
 ) -> Logprobs:
     """Log-probabilities of drawn tokens, of the most likely ones, and of labels.
 
@@ -110,8 +112,11 @@ def logprobs_of(
         num_logprobs: number of most likely tokens, at most V of which are found.
         distributions: m distributions; None: the model's own of all rows.
         labels: K further tokens; None: there are none.
+        invariant: whether PyTorch, too, computes a row alike, whatever others there are, and want.
     """
     m, N, device = len(tokens), min(num_logprobs, logits.shape[1]), logits.device
+    if labels is not None:
+        N = max(N, 1)  # see `_of_labels`
     by_kernels = runs_kernels(logits)
     if distributions is None and by_kernels:
         distributions = Distributions.of_model(m, device)
@@ -122,10 +127,10 @@ def logprobs_of(
         assert distributions is not None
         logprobs(logits, tokens, *distributions, found.token_ids, found.values, found.ranks)
     else:
-        _by_torch(logits, tokens, distributions, found)
+        _by_torch(logits, tokens, distributions, found, invariant)
     if labels is not None:
         assert distributions is not None, "labels of rows that nobody has named"
-        found.labels.copy_(_of_labels(logits, tokens, found.values[:, 0], distributions, labels))
+        found.labels.copy_(_of_labels(logits, found, distributions, labels))
     return found
 
 
@@ -134,13 +139,18 @@ def _by_torch(
     tokens: torch.Tensor,
     distributions: Distributions | None,
     found: Logprobs,
+    invariant: bool,
 ) -> None:
-    """Fill in what `logprobs` of the kernels does, for `ROWS` at a time: some copies of each."""
+    """Fill in what `logprobs` of the kernels does, for `ROWS` at a time: some copies of each. If
+    `invariant`, for one; and equally likely tokens in an order that does not depend on N.
+    """
     N = found.token_ids.shape[1] - 1
-    for begin in range(0, len(tokens), ROWS):
-        part = slice(begin, begin + ROWS)
+    num_found = min(MAX_LOGPROBS, logits.shape[1]) if invariant else N
+    size = 1 if invariant else ROWS
+    for begin in range(0, len(tokens), size):
+        part = slice(begin, begin + size)
         if distributions is None:
-            raw = scaled = logits[part].float()
+            raw = scaled = logits[part].to(torch.float32, copy=True)
         else:
             rows, divisors, least = (each[part] for each in distributions)
             raw = logits.index_select(0, rows.long()).float()
@@ -150,26 +160,22 @@ def _by_torch(
         ids = tokens[part].long().clamp(min=0).unsqueeze(1)
         ranks = (x > x.gather(1, ids)).sum(1) + 1
         if N:
-            ids = torch.cat([ids, x.topk(N, dim=1).indices], dim=1)
+            ids = torch.cat([ids, x.topk(num_found, dim=1).indices[:, :N]], dim=1)
         found.token_ids[part] = ids.to(torch.int32)
         found.values[part] = scaled.log_softmax(-1).gather(1, ids)
         found.ranks[part] = ranks.to(torch.int32)
 
 
 def _of_labels(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    values: torch.Tensor,
-    distributions: Distributions,
-    labels: Labels,
+    logits: torch.Tensor, found: Logprobs, distributions: Distributions, labels: Labels
 ) -> torch.Tensor:
-    """Log-probabilities of labels [K] float32, from those of the drawn tokens: values [m]. Two
-    tokens of a row are as far apart as their logits.
+    """Log-probabilities of labels [K] float32, from those of the most likely tokens, which do not
+    depend on the draw. Two tokens of a row are as far apart as their logits.
     """
     entries, ids = labels.entries.long(), labels.tokens.long()
     rows, divisors, least = (part[entries] for part in distributions)
     rows = rows.long()
     x = logits[rows, ids].float()
     x = torch.where(x < least, -torch.inf, x)
-    drawn = logits[rows, tokens.long().clamp(min=0)[entries]].float()
-    return values[entries] + (x - drawn) / divisors
+    largest = logits[rows, found.token_ids[entries, 1].long()].float()
+    return found.values[entries, 1] + (x - largest) / divisors

@@ -3,13 +3,20 @@
 import numpy as np
 import torch
 
+from nanovllm.distributed.group import sum_in_order
 from nanovllm.engine.plan import StepPlan
 
 
 class Pooling:
-    """Hidden states of prompts, pooled over the steps that compute them."""
+    """Hidden states of prompts, pooled over the steps that compute them.
 
-    def __init__(self) -> None:
+    Args:
+        invariant: whether to add one after another, so that it does not matter how a prompt was
+            divided into steps.
+    """
+
+    def __init__(self, invariant: bool = False) -> None:
+        self._invariant = invariant
         # Sums of hidden states [M] float32, by slot and by the position at which they end.
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
@@ -35,7 +42,10 @@ class Pooling:
                 if start == 0:
                     self._sums[slot] = {0: torch.zeros_like(vector)}
                 before = self._sums[slot][start]
-                total = before + rows.sum(0, dtype=torch.float32)
+                if self._invariant:
+                    total = sum_in_order(torch.cat([before[None], rows.float()]))
+                else:
+                    total = before + rows.sum(0, dtype=torch.float32)
                 self._sums[slot] = {start: before, end: total}  # a failed step is repeated
                 vector = total / end
             if plan.samples[i]:

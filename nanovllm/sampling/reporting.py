@@ -51,6 +51,7 @@ def score_own_tokens(
     tokens: torch.Tensor,
     distributions: Distributions,
     which: NDArray[np.bool_],
+    invariant: bool = False,
 ) -> Scored:
     """Log-probabilities of drawn tokens by the logits as they are. Where our kernels run, nothing
     is copied from the host.
@@ -60,6 +61,7 @@ def score_own_tokens(
         tokens: [n] int32, drawn; negative: none.
         distributions: n distributions of all rows, without bounds.
         which: [n], rows that are wanted, whose divisors are not 0.
+        invariant: see `logprobs_of`.
     """
     places = np.where(which, np.arange(len(which)), -1).astype(np.int32)
     if not runs_kernels(logits):
@@ -67,11 +69,11 @@ def score_own_tokens(
         rows = torch.from_numpy(places).to(logits.device)
         distributions = Distributions(*(part[rows.long()] for part in distributions))
         tokens = tokens[rows.long()]
-    return Scored(places, logprobs_of(logits, tokens, 0, distributions))
+    return Scored(places, logprobs_of(logits, tokens, 0, distributions, invariant=invariant))
 
 
 def report_draws(
-    logits: torch.Tensor, drawn: Drawn, controls: Controls, places: Int32
+    logits: torch.Tensor, drawn: Drawn, controls: Controls, places: Int32, invariant: bool = False
 ) -> tuple[list[Scored], Left | None]:
     """The reports on draws of rows with controls.
 
@@ -80,15 +82,19 @@ def report_draws(
         drawn: the draws.
         controls: controls of the rows.
         places: [n] int32, their places among the rows that sample.
+        invariant: see `logprobs_of`.
     """
     reports = controls.reports
     is_asked, is_raw = reports.num_logprobs >= 0, reports.modes == RAW
     sources = [(logits, is_asked)]
-    if controls.draws:  # else nothing has changed the logits
+    has_own = drawn.logits is not logits  # else nothing has changed them
+    if has_own:
         sources = [(logits, is_asked & is_raw), (drawn.logits, is_asked & ~is_raw)]
-    scored = [_score(x, drawn, controls, which, places) for x, which in sources if which.any()]
+    scored = [
+        _score(x, drawn, controls, which, places, invariant) for x, which in sources if which.any()
+    ]
     rows = np.flatnonzero(reports.masks).astype(np.int32)
-    if not controls.draws or not len(rows):
+    if not has_own or not len(rows):
         return scored, None
     return scored, Left(places[rows], _left(drawn, rows))
 
@@ -99,6 +105,7 @@ def _score(
     controls: Controls,
     which: NDArray[np.bool_],
     places: Int32,
+    invariant: bool,
 ) -> Scored:
     """The log-probabilities of the rows `which`: [n], by their distributions of these logits."""
     reports, rows = controls.reports, np.flatnonzero(which).astype(np.int32)
@@ -118,6 +125,7 @@ def _score(
         int(reports.num_logprobs[rows].max()),
         Distributions(index, divisors, least),
         Labels(*labels) if len(tokens) else None,
+        invariant,
     )
     return Scored(places[rows], found, entries, tokens)
 

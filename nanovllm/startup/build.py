@@ -51,15 +51,20 @@ def choose_build(
         softcap=model_config.attn_logit_softcapping > 0,
         sinks=model_config.attention_sinks,
         fp8=cache_dtype == FP8,
+        invariant=config.batch_invariant,
     )
     backend, reason = select_backend(config.attention_backend, needs)
     max_model_len = config.longest(model_config.max_position_embeddings)
     _warn_of_stretched_rope(model_config, max_model_len)
     can_fuse = not on_cpu and triton_refusal(device) is None
+    fused = config.fused_kernels and can_fuse and _have_kernels(model_config)
+    if config.batch_invariant:
+        fused = fused and backend.name == "triton"  # others compute tokens one by one
+        _refuse_split_norms(model_config, group, fused)
     found, experts = model_config.quantization, model_config.experts
     build = Build(
         dtype=dtype,
-        fused=config.fused_kernels and can_fuse and _have_kernels(model_config),
+        fused=fused,
         group=group,
         backend=backend,
         max_model_len=max_model_len,
@@ -69,6 +74,7 @@ def choose_build(
             config.quantization, found, experts is not None and experts.packed and experts.bias
         ),
         decode_tokens=scheduler.DECODE_TOKENS,
+        batch_invariant=config.batch_invariant,
     )
     return build, reason
 
@@ -79,6 +85,17 @@ def _have_kernels(model_config: ModelConfig) -> bool:
     sizes = () if net is None else (net.key_head_dim, net.value_head_dim)
     fit = all(size in DELTA_SIZES for size in sizes)
     return fit and model_config.head_dim in HEAD_DIMS
+
+
+def _refuse_split_norms(model_config: ModelConfig, group: Group, fused: bool) -> None:
+    """Refuse norms whose rows are divided over GPUs: PyTorch sums these in an order that depends on
+    their number.
+    """
+    if fused and group.size > 1 and model_config.qk_norm == "whole":
+        raise ValueError(
+            "`batch_invariant` does not support this model's norms over the heads of several GPUs, "
+            f"got tensor_parallel_size {group.size}: use 1, or fused_kernels=False"
+        )
 
 
 def _warn_of_stretched_rope(model_config: ModelConfig, max_model_len: int) -> None:

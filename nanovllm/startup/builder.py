@@ -100,11 +100,12 @@ class Builder:
         pool = KVCachePool(model, config, group, self.device)
         step = Step(model, build, model_config.vocab_size, config.max_num_seqs, self.device)
         extras = Extras(
-            model.compute_logits,
+            step.compute_logits,
             model_config.vocab_size,
             config.max_num_seqs,
             group,
             step.last_tokens,
+            build.batch_invariant,
         )
         as_built = not is_to_be_plain(model)
         rehearse = partial(self.rehearse, step, pool, build, members, max_prompt_tokens)
@@ -178,7 +179,9 @@ class Builder:
         ranks.
         """
         config, model = self.config, model_class(self.model_config.architecture)
-        if build.fused and self.group.size > 1 and not config.disable_custom_all_reduce:
+        if build.batch_invariant:
+            self.group.keep_order()
+        elif build.fused and self.group.size > 1 and not config.disable_custom_all_reduce:
             self.group.open_peer_memory(
                 build.dtype,
                 self.model_config.hidden_size,
@@ -293,9 +296,9 @@ class Builder:
 
     def can_capture(self, build: Build) -> bool:
         """Whether CUDA graphs are wanted, and possible: plain experts, and plain layers with
-        states, wait for the device.
+        states, wait for the device, and so do tokens that are computed one by one.
         """
-        if self.device.type == "cpu" or self.config.enforce_eager:
+        if self.device.type == "cpu" or self.config.enforce_eager or build.one_by_one:
             return False
         waits = self.model_config.experts is not None or self.model_config.is_recurrent
         return build.backend.supports_cuda_graph and (build.fused or not waits)

@@ -100,6 +100,21 @@ class Context:
         )
 
 
+def decodes_as_prompts(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step's decodes as prompts of one token: their `cu_seqlens_q` and `cu_seqlens_k`, found once
+    for all layers.
+    """
+    key = "decodes as prompts"
+    if key not in context.shared:
+        n = context.num_decodes
+        bounds = context.context_lens.new_zeros(2, n + 1)
+        bounds[0, 1:] = 1
+        bounds[1, 1:] = context.context_lens[:n]
+        context.shared[key] = bounds.cumsum(1, dtype=bounds.dtype).unbind()
+    found: tuple[torch.Tensor, torch.Tensor] = context.shared[key]
+    return found
+
+
 _context: ContextVar[Context] = ContextVar("nanovllm_context")
 
 

@@ -327,12 +327,26 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
         yield options | {"shape": "0.6B"} | sparse
 
 
+def invariant_engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
+    """Engines with `batch_invariant`: a kernel for all heads, for states, experts and codes."""
+    options: dict[str, Any] = {"kind": "engine", "dtype": dtype, "max_model_len": 128}
+    options |= {"shape": "0.6B", "head_dim": 128, "batch_invariant": True}
+    for head_dim in (64, 128, 256):
+        yield options | {"head_dim": head_dim, "kvcache_block_size": 16}
+    states = {"layer_types": ["linear_attention", "full_attention"]}
+    yield options | {"architecture": "Qwen3_5ForCausalLM", "config": states}
+    experts = {"quantization_config": {"quant_method": "mxfp4"}}
+    yield options | {"architecture": "GptOssForCausalLM", "config": experts}
+    if card in CONVERT_FP8:
+        yield options | {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+
+
 @pytest.mark.parametrize("dtype", MAX_SPILLED)
 @pytest.mark.parametrize("card", [card for card in CARDS if card != "7.5"])
 def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -> None:
     if card == "gfx942" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
         pytest.skip("LLVM of Triton 3.6 cannot select an instruction of `thresholds` for it")
-    jobs = list(engines(card, dtype))
+    jobs = [*engines(card, dtype), *invariant_engines(card, dtype)]
     assert run(card, jobs, tmp_path) == ["triton"] * len(jobs)
     kernels = compiled(tmp_path)
     check(card, dtype, kernels)
@@ -371,7 +385,7 @@ def test_the_oldest_triton_compiles_every_kernel(tmp_path: Path) -> None:
     directory = os.environ.get("OLDEST_TRITON")
     if directory is None:
         pytest.skip("needs OLDEST_TRITON, a directory with the oldest Triton of pyproject.toml")
-    jobs = list(engines("9.0", "bfloat16"))
+    jobs = [*engines("9.0", "bfloat16"), *invariant_engines("9.0", "bfloat16")]
     assert run("9.0", jobs, tmp_path, directory) == ["triton"] * len(jobs)
     compiled_by_it = {path.stem for path in tmp_path.glob("*/*_kernel.ptx")}
     assert compiled_by_it == written() - {"_fp8_half_kernel", "_rows_kernel"} - OF_GLUON

@@ -56,6 +56,31 @@ def test_collectives(size: int) -> None:
         group.close()
 
 
+def test_sums_in_the_order_of_ranks() -> None:
+    """Whatever the size: Gloo, too, divides large tensors over the ranks, and begins with another
+    one in each part.
+    """
+    size, width = 4, 5000
+    xs = [
+        torch.randn(width, generator=torch.Generator().manual_seed(SEED + i)) for i in range(size)
+    ]
+    xs[1] *= 1e4  # so that the order matters
+    xs[3] = -xs[1] + xs[3]
+    groups, counts = connected_groups(size), (1, 3, width)
+
+    def add(rank: int) -> list[torch.Tensor]:
+        plain = groups[rank].all_reduce(xs[rank].clone())
+        groups[rank].keep_order()
+        return [plain, *(groups[rank].all_reduce(xs[rank][:count].clone()) for count in counts)]
+
+    wanted = ((xs[0] + xs[1]) + xs[2]) + xs[3]
+    for plain, *sums in on_all_ranks(size, add):
+        assert all(part.equal(wanted[: len(part)]) for part in sums)
+        assert not plain.equal(wanted), "the order would not matter"
+    for group in groups:
+        group.close()
+
+
 def test_defect_12_two_groups_meet_at_ports_of_their_own() -> None:
     """A fixed port let the ranks of two engines meet each other, or one of them fail."""
     stores = [dist.HashStore() for _ in range(2)]

@@ -25,6 +25,7 @@ from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.tensors.mxfp4 import Mxfp4Codes
 
 LARGE_STEP = 1024  # rows from which partial results are rounded
+ALIKE = 16  # pairs of an expert, whose tiles multiply any number of them; not tuned
 # Pairs of an expert up to which tiles are faster on Hopper (measured on an H100).
 FEW_PAIRS: dict[type, int] = {Int4Codes: 12, Mxfp4Codes: 40}
 
@@ -67,6 +68,16 @@ def gated_experts(
     else:
         order, starts = sort_pairs(experts, E) if len(x) > 1 else (None, experts)
         grouped(x, weights, order, starts, scales, out, tiles)
+    return out
+
+
+def invariant_experts(
+    x: torch.Tensor, weights: ExpertWeights, experts: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """`gated_experts`, each token alike, whatever their number: [k, T, M] float32."""
+    out = torch.empty(experts.shape[1], *x.shape, dtype=torch.float32, device=x.device)
+    order, starts = sort_pairs(experts, weights.num_experts)
+    grouped(x, weights, order, starts, scales, out, pairs_per_expert=ALIKE)
     return out
 
 

@@ -363,6 +363,7 @@ def grouped(
     scales: torch.Tensor,
     out: torch.Tensor,
     tiles: Tiles | None = None,
+    pairs_per_expert: int | None = None,
 ) -> None:
     """`gated_experts` of sorted pairs, or those of a single token.
 
@@ -373,13 +374,15 @@ def grouped(
         scales: [T, k] float32.
         out: [k, T, M], buffer for the results.
         tiles: tiles of the products; None: chosen here.
+        pairs_per_expert: number of pairs for which they are chosen; None: those that there are.
     """
     gate_up, down = operand(weights.gate_up), operand(weights.down)
     (k, T, M), E, I = out.shape, weights.num_experts, shape_of(weights.down)[1]
     x_block = act_block(weights, x.dtype)
     bits, by_blocks = 16 if x_block is None else 8, bool(x_block)
     plane = gate_up.constants["PLANE"]
-    tiles = tiles or choose_tiles(T * k, E, x, gate_up.bits, bits, by_blocks, plane)
+    count = T * k if pairs_per_expert is None else E * pairs_per_expert
+    tiles = tiles or choose_tiles(count, E, x, gate_up.bits, bits, by_blocks, plane)
     common = {
         **{"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E), "ASM": has_ptx(x)},
         **{"BLOCK_T": tiles.block_t, "LEFT": tiles.left},

@@ -77,18 +77,37 @@ def linear(
     partial: bool = False,
 ) -> torch.Tensor:
     """`x @ weight.T + bias`: [T, N], if `can_multiply`; see `fp8_linear.linear`."""
-    (T, K), N = x.shape, len(weight)
-    out = torch.empty(T, N, dtype=dtype, device=x.device)
+    T, N = len(x), len(weight)
     if T > MAX_ROWS:
+        out = torch.empty(T, N, dtype=dtype, device=x.device)
         multiply_into(out, x, weight, bias)
         return out
-    block_t = max(16, min(MAX_TILE_ROWS, next_power_of_2(T)))
+    return _by_tiles(x, weight, dtype, bias, max(16, min(MAX_TILE_ROWS, next_power_of_2(T))))
+
+
+def _by_tiles(
+    x: torch.Tensor, weight: Codes, dtype: torch.dtype, bias: torch.Tensor | None, block_t: int
+) -> torch.Tensor:
+    (T, K), N = x.shape, len(weight)
+    out = torch.empty(T, N, dtype=dtype, device=x.device)
     _fp8_half_kernel[(cdiv(T, block_t), cdiv(N, BLOCK_N))](
         x.contiguous(), weight.codes.view(torch.uint8), weight.scales, bias, out, T, N, K=K,
         SCALE_BLOCK=act_block_of(weight), BLOCK_T=block_t, BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
+
+
+def has_one_tile(weight: Codes) -> bool:
+    """Whether `by_one_tile` multiplies by this weight, if `can_multiply`."""
+    return True
+
+
+def by_one_tile(
+    x: torch.Tensor, weight: Codes, dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear`, each row alike, whatever their number."""
+    return _by_tiles(x, weight, dtype, bias, MAX_TILE_ROWS)
 
 
 def multiply_into(

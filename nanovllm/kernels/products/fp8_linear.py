@@ -38,6 +38,7 @@ SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
 PROGRAMS, ROOMY_PROGRAMS = 256, 132
 MAX_ROWS = 192  # up to which a program computes a tile and more rows
 FEW_INPUTS = 2048  # up to which reading the weights twice is faster than two parts
+ONE_TILE = Tiles(64, BLOCK_N, BLOCK)  # of any number of rows, see `by_one_tile`; not tuned
 
 
 def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
@@ -204,6 +205,25 @@ def linear(
     if tiles is not None and can_describe(x.codes) and can_describe(weight.codes):
         return _by_tiles(x, weight, bias, tiles, dtype)
     return _many_rows(x, weight, dtype, bias)
+
+
+def has_one_tile(weight: Codes) -> bool:
+    """Whether `by_one_tile` multiplies by this weight, if `can_multiply`."""
+    N, K = weight.codes.shape
+    return N % BLOCK_N == K % BLOCK == 0 and can_describe(weight.codes)
+
+
+def by_one_tile(
+    x: torch.Tensor | Codes,
+    weight: Codes,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear`, each row alike, whatever their number; a single one is quantised, too."""
+    if isinstance(x, torch.Tensor):
+        x = quantize(x, act_block_of(weight))
+    assert can_describe(x.codes), "rows begin at multiples of 16 bytes, as the weight's do"
+    return _by_tiles(x, weight, bias, ONE_TILE, dtype)
 
 
 def multiply_into(

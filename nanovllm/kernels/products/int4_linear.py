@@ -46,6 +46,7 @@ MIN_TILES = 64  # of few rows, from which the kernel on Hopper is faster than th
 UNPACKING, WAITS, EDGES, SHARE = 600, 800, 6000, 0.3
 MANY_ROWS = 128  # of a tile
 ROOMY = 512  # rows above which all multiprocessors have the largest tiles
+ONE_TILE = 64, 64  # rows and outputs of the tile of any number of rows, see `by_one_tile`
 
 
 def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
@@ -238,6 +239,18 @@ def linear(
     out = torch.empty(T, N, dtype=dtype, device=x.device)
     multiply_into(out, x, weight, bias)
     return out
+
+
+def has_one_tile(weight: Int4Codes) -> bool:
+    """Whether `by_one_tile` multiplies by this weight, if `can_multiply`."""
+    return len(weight) % ONE_TILE[1] == 0
+
+
+def by_one_tile(
+    x: torch.Tensor, weight: Int4Codes, dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear`, each row alike, whatever their number; the tile is not tuned."""
+    return _by_tiles(x, weight, bias, Tiles(*ONE_TILE, PLANES * weight.plane, stages=2))
 
 
 def multiply_into(

@@ -2,7 +2,8 @@
 
 A library's product of a few rows leaves much of the GPU idle. Two kernels are faster
 (docs/experiments.md): that of a single row (`row.py`), and one that may split the sum (split-K)
-into partial results, which the next kernel adds. Everything else goes to `F.linear`.
+into partial results, which the next kernel adds. Everything else goes to `F.linear`. A third kernel
+multiplies any number of rows alike (`Build.invariant`).
 
 Letters: T rows, N outputs, K inputs.
 """
@@ -18,7 +19,9 @@ from nanovllm.kernels.device_features import (
     TILE_ROWS,
     can_describe,
     describe,
+    has_room,
     launch_dependents,
+    load_tile,
     pdl_options,
     prefetch_weights,
     wait,
@@ -33,6 +36,7 @@ SMALL = 2**23  # elements of a weight so small that the library leaves the GPU i
 PROGRAMS = 128  # to run at once
 MAX_ROWS = 256  # for products by tiles
 PART = 2**24  # elements of a part in `multiply_parts`, which stays in the L2 cache
+NEIGHBOURS = 32  # tiles of rows that the programs of the same weights compute, in `by_one_tile`
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -118,6 +122,79 @@ def linear(
         if tiles is not None and can_describe(x) and can_describe(weight):
             return _by_tiles(x, weight, bias, tiles)
     return F.linear(x, weight, bias)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _one_tile_kernel(
+    x, weight, bias_ptr, out_ptr, T, N, K: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: BLOCK_N outputs of BLOCK_T rows, over all inputs. The weights are the left
+    # operand. Programs of the same weights are neighbours, for NEIGHBOURS tiles of rows: more would
+    # not stay in the L2 cache until the next weights.
+    launch_dependents(PDL)
+    in_group = NEIGHBOURS * tl.cdiv(N, BLOCK_N)
+    first, i = tl.program_id(0) // in_group * NEIGHBOURS, tl.program_id(0) % in_group
+    size = tl.minimum(tl.cdiv(T, BLOCK_T) - first, NEIGHBOURS)
+    t, n = (first + i % size) * BLOCK_T, i // size * BLOCK_N
+    rows, outputs = t + tl.arange(0, BLOCK_T), n + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    wait(PDL)
+    for k in range(0, K, BLOCK_K):
+        left = load_tile(weight, n, N, k, K, BLOCK_N, BLOCK_K, TMA)
+        right = load_tile(x, t, T, k, K, BLOCK_T, BLOCK_K, TMA).T
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * N + outputs[:, None]
+    mask = (rows < T)[None, :] & (outputs < N)[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def one_tile(weight: torch.Tensor) -> Tiles:
+    """The tile of all products by a weight [N, K]. Narrow ones let more programs read a weight of
+    few rows. Not tuned.
+    """
+    N = len(weight)
+    if weight.dtype not in HALF:
+        return Tiles(32, 32, 32, stages=2)
+    if not has_room(weight):
+        return Tiles(64, 64, 64, stages=2)
+    if N <= 2048:
+        return Tiles(64, 32, 128)
+    return Tiles(64, 64, 128) if N <= 8192 else Tiles(64, 128, 64, warps=8)
+
+
+def by_one_tile(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`: [T, N], each row alike, whatever their number.
+
+    Args:
+        x: [T, K]
+        weight: [N, K], contiguous.
+        bias: [N]; None: 0.
+        out: [T, N], contiguous, output buffer; None: a new one.
+    """
+    (T, K), N, tile = x.shape, len(weight), one_tile(weight)
+    if out is None:
+        out = torch.empty(T, N, dtype=x.dtype, device=x.device)
+    assert out.is_contiguous(), "rows are written whole"
+    # Rows that lie apart are copied, not described: that would be another kernel.
+    x = x.contiguous()
+    tma = x.dtype in HALF and can_describe(x) and can_describe(weight)
+    row_tiles, output_tiles, _ = tile.grid(T, N)
+    _one_tile_kernel[(row_tiles * output_tiles,)](
+        describe(x, tile.block_t, tile.block_k) if tma else x,
+        describe(weight, tile.block_n, tile.block_k) if tma else weight, bias, out, T, N, K=K,
+        NEIGHBOURS=NEIGHBOURS, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        TMA=tma, num_warps=tile.warps, num_stages=tile.stages, **pdl_options(x),
+    )  # fmt: skip
+    return out
 
 
 def multiply_parts(

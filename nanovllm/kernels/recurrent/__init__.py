@@ -1,4 +1,4 @@
 """Kernels of layers with a state for each sequence: Gated DeltaNet, short convolutions.
 
-Doors: `delta_decode` and `delta_prompt`; `short_conv`; `copies`.
+Doors: `delta_decode` and `delta_prompt`; `delta_tokens`; `short_conv`; `copies`.
 """

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from nanovllm.kernels.sampling.controls import clean
 from nanovllm.kernels.sampling.draw import LOG2E, has_nan
+from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 SPAN = 4096  # columns that a program reads
@@ -104,7 +105,8 @@ def logprobs(
         rows: [m] int32, rows of the logits.
         divisors: [m] float32; 0: the row is not read, and its results are arbitrary.
         least: [m] float32.
-        tokens: [m, 1 + N] int32, to write: the drawn one, and the N most likely ones; N at most V.
+        tokens: [m, 1 + N] int32, to write: the drawn one, and the N most likely ones; N at most V,
+            and `MAX_LOGPROBS`.
         values: [m, 1 + N] float32, to write: log-probabilities, NaN if any logit of the row is.
         ranks: [m] int32, to write: the rank of the drawn token.
     """
@@ -121,8 +123,10 @@ def logprobs(
         logits, rows, drawn, divisors, least, *parts, V, logits.stride(0), N, LOG2E,
         SPAN=SPAN, num_warps=8,
     )  # fmt: skip
+    # One variant for all N: another might add in another order (`Build.invariant`).
+    assert N <= MAX_LOGPROBS
     _logprobs_kernel[(m,)](
         drawn, divisors, *parts, tokens, values, ranks, spans, N, LOG2E,
         SPANS_PAD=next_power_of_2(spans),
-        TOPS_PAD=next_power_of_2(max(1, spans * N)), num_warps=4,
+        TOPS_PAD=next_power_of_2(spans * MAX_LOGPROBS), num_warps=4,
     )  # fmt: skip

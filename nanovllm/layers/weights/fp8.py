@@ -85,7 +85,7 @@ class Fp8Weight(QuantizedWeight):
     Args:
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
-        fused: see `Weight`.
+        fused, invariant: see `Weight`.
         format: format of the checkpoint.
 
     Attributes:
@@ -97,9 +97,15 @@ class Fp8Weight(QuantizedWeight):
     name = "fp8"
 
     def __init__(
-        self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, format: Fp8
+        self,
+        num_rows: int,
+        num_cols: int,
+        dtype: torch.dtype,
+        fused: bool,
+        format: Fp8,
+        invariant: bool = False,
     ) -> None:
-        super().__init__(dtype, fused)
+        super().__init__(dtype, fused, invariant)
         rows, cols = format.block
         self.block = rows or 1, cols or num_cols
         self.format = format
@@ -110,9 +116,10 @@ class Fp8Weight(QuantizedWeight):
             from nanovllm.kernels.products import fp8_half, fp8_linear
 
             if fp8_linear.can_multiply(self.codes, dtype):
-                self.kernels, self.act_block = fp8_linear, fp8_linear.act_block_of(self.codes)
+                if self.use(fp8_linear):
+                    self.act_block = fp8_linear.act_block_of(self.codes)
             elif fp8_half.can_multiply(self.codes, dtype):
-                self.kernels = fp8_half
+                self.use(fp8_half)
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part

@@ -157,7 +157,7 @@ class Int4Weight(QuantizedWeight):
     Args:
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
-        fused: see `Weight`.
+        fused, invariant: see `Weight`.
         format: format of the checkpoint.
 
     Attributes:
@@ -167,9 +167,15 @@ class Int4Weight(QuantizedWeight):
     name = "int4"
 
     def __init__(
-        self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, format: Int4
+        self,
+        num_rows: int,
+        num_cols: int,
+        dtype: torch.dtype,
+        fused: bool,
+        format: Int4,
+        invariant: bool = False,
     ) -> None:
-        super().__init__(dtype, fused)
+        super().__init__(dtype, fused, invariant)
         self.format, group = format, format.group
         # `shards` refuses columns that are not whole groups.
         data = torch.empty(num_rows, -(-num_cols // group) * group // PLANES, dtype=torch.int16)
@@ -179,7 +185,7 @@ class Int4Weight(QuantizedWeight):
             from nanovllm.kernels.products import int4_linear
 
             if int4_linear.can_multiply(self.codes, dtype):
-                self.kernels = int4_linear
+                self.use(int4_linear)
 
     @property
     def codes(self) -> Int4Codes:

@@ -33,7 +33,7 @@ class Int8Weight(QuantizedWeight):
     Args:
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
-        fused: see `Weight`.
+        fused, invariant: see `Weight`.
         format: format of the checkpoint.
 
     Attributes:
@@ -44,9 +44,15 @@ class Int8Weight(QuantizedWeight):
     name = "int8"
 
     def __init__(
-        self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, format: Int8
+        self,
+        num_rows: int,
+        num_cols: int,
+        dtype: torch.dtype,
+        fused: bool,
+        format: Int8,
+        invariant: bool = False,
     ) -> None:
-        super().__init__(dtype, fused)
+        super().__init__(dtype, fused, invariant)
         self.format = format
         self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=torch.int8), False)
         self.scales = nn.Parameter(torch.empty(num_rows, 1, dtype=torch.float32), False)
@@ -54,7 +60,7 @@ class Int8Weight(QuantizedWeight):
             from nanovllm.kernels.products import int8_linear
 
             if int8_linear.can_multiply(self.data.device, dtype, num_cols):
-                self.kernels = int8_linear
+                self.use(int8_linear)
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part

@@ -25,8 +25,10 @@ class Int8Head(Weight):
         scales: [N, 1] float32.
     """
 
-    def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> None:
-        super().__init__(dtype, fused=True)
+    def __init__(
+        self, num_rows: int, num_cols: int, dtype: torch.dtype, invariant: bool = False
+    ) -> None:
+        super().__init__(dtype, fused=True, invariant=invariant)
         self.data = nn.Parameter(torch.zeros(num_rows, num_cols, dtype=torch.int8), False)
         self.scales = nn.Parameter(torch.zeros(num_rows, 1, dtype=torch.float32), False)
 
@@ -52,12 +54,12 @@ class Int8Head(Weight):
         partial: bool,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        from nanovllm.kernels.products.int8_linear import linear_into
+        from nanovllm.kernels.products.int8_linear import ONE_TILE, linear_into
 
         assert isinstance(x, torch.Tensor) and bias is None
         if out is None:
             out = torch.empty(len(x), len(self.data), dtype=self.dtype, device=self.data.device)
-        linear_into(out, x, self.codes)
+        linear_into(out, x, self.codes, ONE_TILE if self.invariant else None)
         return out
 
 
@@ -70,4 +72,4 @@ def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Head | None:
     from nanovllm.kernels.products.int8_linear import can_multiply
 
     fits = can_multiply(torch.empty(0).device, build.dtype, num_cols)
-    return Int8Head(num_rows, num_cols, build.dtype) if fits else None
+    return Int8Head(num_rows, num_cols, build.dtype, build.invariant) if fits else None

@@ -41,6 +41,12 @@ class Kernels(Protocol):
         self, out: torch.Tensor, x: Any, weight: Any, bias: torch.Tensor | None
     ) -> None: ...
 
+    def has_one_tile(self, weight: Any) -> bool: ...
+
+    def by_one_tile(
+        self, x: Any, weight: Any, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
 
 class QuantizedWeight(Weight):
     """A `Weight` in few bits.
@@ -63,6 +69,14 @@ class QuantizedWeight(Weight):
         """The whole matrix."""
         raise NotImplementedError
 
+    def use(self, kernels: Kernels) -> bool:
+        """Multiply by these kernels, unless they are to have one tile for any number of rows, and
+        have none for this matrix. Returns whether it does.
+        """
+        if not self.invariant or kernels.has_one_tile(self.codes):
+            self.kernels = kernels
+        return self.kernels is not None
+
     def numbers(self) -> torch.Tensor:
         """The dequantised values, [N, K]."""
         return self.codes.numbers(self.dtype)
@@ -75,6 +89,9 @@ class QuantizedWeight(Weight):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.kernels is not None, NO_KERNELS
+        if self.invariant:
+            found = self.kernels.by_one_tile(x, self.codes, self.dtype, bias)
+            return found if out is None else out.copy_(found)
         if out is None:
             return self.kernels.linear(x, self.codes, self.dtype, bias, partial)
         self.kernels.multiply_into(out, x, self.codes, bias)
@@ -96,7 +113,7 @@ class DequantizedWeight(PlainWeight):
     """
 
     def __init__(self, weight: QuantizedWeight) -> None:
-        super().__init__(weight.numbers(), weight.fused)
+        super().__init__(weight.numbers(), weight.fused, weight.invariant)
         self.origin = Origin(weight, type(weight).numbers, self.data.copy_)
 
     @property
