@@ -2,8 +2,8 @@
 
 The product of a single row is in `int4_row.py`. Those of more have a kernel of their own on Hopper
 (`hopper_int4.py`), unless few rows have few outputs. Where they have none, few rows use tiles,
-whose weights are unpacked on their way from shared memory to tensor cores, and many rows the
-library, with weights that are unpacked a part at a time (docs/experiments.md).
+whose weights are unpacked on their way from shared memory to tensor cores. Many rows, on Hopper very
+many, use the library, with weights that are unpacked a part at a time (docs/experiments.md).
 
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
@@ -46,6 +46,7 @@ MIN_TILES = 64  # of few rows, from which the kernel on Hopper is faster than th
 UNPACKING, WAITS, EDGES, SHARE = 600, 800, 6000, 0.3
 MANY_ROWS = 128  # of a tile
 ROOMY = 512  # rows above which all multiprocessors have the largest tiles
+LIBRARY_ROWS = 8192  # from which the library is faster, with weights that are unpacked before
 ONE_TILE = 64, 64  # rows and outputs of the tile of any number of rows, see `by_one_tile`
 
 
@@ -166,7 +167,7 @@ def takes_hopper_kernel(
         gated: whether the weight has gates and the values that these multiply.
     """
     whole = len(weight) % OUTPUTS == 0 and weight.plane in (32, 64)
-    whole &= len(x) > 1 and x.dtype in HALF and weight.scales.dtype == x.dtype
+    whole &= 1 < len(x) < LIBRARY_ROWS and x.dtype in HALF and weight.scales.dtype == x.dtype
     if not whole or not has_own_kernels(x) or not can_describe(x):
         return False
     processors = num_multiprocessors(x.device.index)
