@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from typing_extensions import Self
 
@@ -33,7 +33,7 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.updates.interface import Updatable
 from nanovllm.utils.checks import check_bool, check_choice
-from nanovllm.utils.options import takes_foreign
+from nanovllm.utils.options import Absent, takes_foreign
 
 POOLING = ("last", "mean")
 # For requests that are not about what is generated. Those that ignore the end of a text are left
@@ -408,10 +408,7 @@ class LLM(Updatable, LLMEngine):
         """
         return self._default_params
 
-    @property
-    def get_metrics(self) -> NoReturn:
-        """vLLM's, which lists the metrics of a server."""
-        raise AttributeError(f"{type(self).__name__} has no `get_metrics`: call metrics()")
+    get_metrics = Absent("call metrics()")
 
     @property
     def llm_engine(self) -> Self:

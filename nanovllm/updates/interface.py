@@ -1,25 +1,28 @@
 """`Updatable`: what an engine offers to change its weights and to lend its memory."""
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from nanovllm.adapters.adapter import Given, open_adapters
-from nanovllm.adapters.directory import adapter_directories
-from nanovllm.checkpoint.hub import checkpoint_name
+from nanovllm.adapters.given import read_given
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.models.loader import check_adapters
+from nanovllm.models.loader import check_adapters, check_files
 from nanovllm.updates.hold import Hold, Version
 from nanovllm.updates.sharing import read_message
 from nanovllm.updates.sleeping import TAGS, Sleeping
-from nanovllm.updates.updating import NO_ADAPTER, Tensors, WeightUpdates
+from nanovllm.updates.updating import NO_ADAPTER, Tensors, WeightUpdates, check_tensors
 from nanovllm.utils.checks import check_choice, check_int
+from nanovllm.utils.options import Absent, Foreign, only, takes_foreign
+
+FOREIGN_START: Foreign = {
+    "is_checkpoint_format": (only(True), "tensors have the checkpoint's names and shapes"),
+}
 
 
 class Updatable(ABC):
@@ -63,15 +66,12 @@ class Updatable(ABC):
             TypeError, ValueError: naming the tensor that is wrong, or those that are missing.
             RuntimeError: if requests are left.
         """
+        check_tensors(tensors)
         with self._changing_memory():
             if not self._updates.has_started:
                 self._updates.update(tensors, version)
                 return
-            if version is not None:
-                raise ValueError(
-                    "`version` must be None between start_weight_update() and "
-                    f"finish_weight_update(), which takes it, got {version!r}"
-                )
+            _refuse_version(version)
             self._updates.add(tensors)
 
     def update_weights_ipc(
@@ -90,11 +90,13 @@ class Updatable(ABC):
         """
         parcel = read_message(message)
         with self._changing_memory():
-            if self._updates.has_started:
-                self._updates.add_parcel(parcel)
-            else:
+            if not self._updates.has_started:
                 self._updates.update_by(parcel, version)
+                return
+            _refuse_version(version)
+            self._updates.add_parcel(parcel)
 
+    @takes_foreign(FOREIGN_START)
     def start_weight_update(self) -> None:
         """Begin an update of several calls of `update_weights`. One that has begun is forgotten.
 
@@ -119,7 +121,7 @@ class Updatable(ABC):
 
     def load_adapter(
         self,
-        adapter: str | Path | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
+        adapter: str | Path | tuple[Any, Mapping[str, torch.Tensor]],
     ) -> None:
         """Fill the weights from the checkpoint again, with a LoRA adapter of peft merged into it.
 
@@ -127,33 +129,22 @@ class Updatable(ABC):
         subtracted. docs/adapters.md says what can be merged.
 
         Args:
-            adapter: its directory or name on the hub, or its configuration (the object in
-                adapter_config.json) and tensors by peft's names.
+            adapter: its directory or name on the hub, or its configuration (peft's `LoraConfig`, or
+                the object in adapter_config.json) and tensors by peft's names
+                (`get_peft_model_state_dict(model)`).
 
         Raises:
             TypeError, ValueError: naming what cannot be merged, before anything is written.
             RuntimeError: if requests are left.
         """
-        given: Given
-        if isinstance(adapter, tuple):
-            config, tensors = adapter
-            given = dict(config), {name: tensor.cpu() for name, tensor in tensors.items()}
-            name = "in memory"
-        elif isinstance(adapter, (str, Path)):
-            [given] = adapter_directories([os.fspath(adapter)])
-            name = checkpoint_name(given)
-        else:
-            raise TypeError(
-                "`adapter` must be a directory, a name on the hub, or a pair of a configuration "
-                f"and tensors, got {type(adapter).__name__}"
-            )
+        given, name = read_given(adapter)
         self._reload([given], name)
 
     def unload_adapter(self) -> None:
         """Fill the weights from the checkpoint again, without any adapter.
 
         Raises:
-            ValueError: if they were not read from one.
+            ValueError: if they were not read from one, or its files are not there any more.
             RuntimeError: if requests are left.
         """
         self._reload([], NO_ADAPTER)
@@ -165,6 +156,7 @@ class Updatable(ABC):
                 "not read"
             )
         directory = Path(self.config.model)
+        check_files(directory)
         check_adapters(open_adapters(adapters), directory, self.model_config)
         with self._changing_memory():
             self._updates.reload(adapters, name)
@@ -205,13 +197,16 @@ class Updatable(ABC):
         """Take the memory again that `sleep` has given back. What does not sleep is left as it is.
 
         Args:
-            tags: "weights" and "kv_cache", or one of them: new weights need no KV cache yet. None:
-                both.
+            tags: list of "weights" and "kv_cache", or of one of them: new weights need no KV cache
+                yet. None: both.
 
         Raises:
-            ValueError: for another tag.
+            TypeError, ValueError: if it is no list, or for another tag.
             torch.OutOfMemoryError: if there is no memory; what is missing sleeps on.
         """
+        if tags is not None and (isinstance(tags, str) or not isinstance(tags, Collection)):
+            hint = f": pass [{tags!r}]" if tags in TAGS else ""
+            raise TypeError(f"`tags` must be a list of tags, got {tags!r}{hint}")
         for tag in tags or ():
             check_choice("tags", tag, TAGS)
         with self._changing_memory():
@@ -221,11 +216,20 @@ class Updatable(ABC):
         """Whether weights or KV cache have no memory."""
         return bool(self._sleeping.asleep)
 
-    @property
-    def init_weight_transfer_engine(self) -> NoReturn:
-        """vLLM's, which connects trainers; here tensors are passed, or shared."""
-        raise AttributeError(
-            f"{type(self).__name__} has no `init_weight_transfer_engine`: nothing is initialised; "
-            "pass tensors to update_weights(), or what share_weights() has given in another "
-            "process to update_weights_ipc()"
+    init_weight_transfer_engine = Absent(
+        "nothing is initialised; pass tensors to update_weights(), or what share_weights() has "
+        "given in another process to update_weights_ipc()"
+    )
+    reload_weights = Absent(
+        "unload_adapter() fills the weights from the checkpoint again, update_weights() from "
+        "tensors"
+    )
+    collective_rpc = Absent("update_weights(), sleep() and wake_up() reach all ranks")
+
+
+def _refuse_version(version: object) -> None:
+    if version is not None:
+        raise ValueError(
+            "`version` must be None between start_weight_update() and finish_weight_update(), "
+            f"which takes it, got {version!r}"
         )
