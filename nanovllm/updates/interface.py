@@ -55,8 +55,8 @@ class Updatable(ABC):
 
         Args:
             tensors: pairs of a name and a whole tensor, or a dictionary: the names are those of the
-                checkpoint (`model.layers.0.self_attn.q_proj.weight`), in any order, of any
-                floating dtype, on the CPU or a GPU. Weights that are quantised while they are
+                checkpoint (`model.layers.0.self_attn.q_proj.weight`), in any order, of 16, 32 or 64
+                floating-point bits, on the CPU or a GPU. Weights that are quantised while they are
                 loaded are so here, too; those of a quantised checkpoint are replaced by tensors of
                 the same format. A tied LM head may come or not.
             version: version of the new weights, a number or a string; None: the number of updates
@@ -99,6 +99,8 @@ class Updatable(ABC):
     @takes_foreign(FOREIGN_START)
     def start_weight_update(self) -> None:
         """Begin an update of several calls of `update_weights`. One that has begun is forgotten.
+
+        It cannot be cancelled: until a complete update, or `unload_adapter`, nothing is computed.
 
         Raises:
             RuntimeError: if requests are left.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import TINY
 
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
 NOT_INSTALLED = "not installed: pip install trl"
 EVEN = "02468"
+TEMPERATURE = 0.8
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,18 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(c in EVEN for c in text) / max(len(text), 1) for text in completions]
 
 
+def logprobs_of(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Log-probabilities of an answer's tokens at the trainer's temperature: [n] float32."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    places = (logits.float() / TEMPERATURE).log_softmax(-1)
+    return places.gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
 def test_the_reward_rises_under_trl(glue: dict[str, Any], tmp_path: Path) -> None:
-    """Each step rolls out by the weights of the step before it."""
+    """Each step rolls out by the weights of the step before it, whose log-probabilities at the
+    trainer's temperature come with the answers.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -42,6 +54,8 @@ def test_the_reward_rises_under_trl(glue: dict[str, Any], tmp_path: Path) -> Non
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         found = glue["rollout"](prompts, trainer)
         versions.append(glue["llm"].weight_version)
+        own = logprobs_of(trainer.model, found["prompt_ids"][0], found["completion_ids"][0])
+        torch.testing.assert_close(torch.tensor(found["logprobs"][0]), own, atol=0.02, rtol=0.02)
         return found
 
     trainer = GRPOTrainer(
@@ -52,6 +66,7 @@ def test_the_reward_rises_under_trl(glue: dict[str, Any], tmp_path: Path) -> Non
             per_device_train_batch_size=64,
             num_generations=8,
             max_completion_length=16,
+            temperature=TEMPERATURE,
             max_steps=12,
             learning_rate=1e-3,
             lr_scheduler_type="constant",
