@@ -51,7 +51,7 @@ class AsyncLLM:
     def __init__(self, model: str | Path, **options: Unpack[Options]) -> None:
         llm = LLM(model, **options)
         llm._begins_again = True
-        self._shown = repr(llm)
+        self._show = llm.__repr__  # of what is merged now, say
         self._tokenizer = llm.get_tokenizer()
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -63,7 +63,7 @@ class AsyncLLM:
     def __repr__(self) -> str:
         if "_close" not in vars(self):  # half built
             return "AsyncLLM()"
-        return f"AsyncLLM({self._shown}{', closed' if self.is_closed else ''})"
+        return f"AsyncLLM({self._show()})"
 
     @takes_foreign(FOREIGN_ARGUMENTS)
     def generate(

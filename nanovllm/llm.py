@@ -1,24 +1,18 @@
 """`LLM`: the user's class. It adds streams, chats, scores and embeddings to the engine."""
 
 import math
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from typing_extensions import Self
 
-from nanovllm.adapters.adapter import Given, open_adapters
-from nanovllm.adapters.directory import adapter_directories
-from nanovllm.checkpoint.hub import checkpoint_name
 from nanovllm.config import FOREIGN_ARGUMENTS
 from nanovllm.engine.assembly import AnyExecutor, Parts
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.models.loader import check_adapters
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -37,12 +31,9 @@ from nanovllm.requests.news import News
 from nanovllm.requests.request import CheckedRequest, Listener, Refusal
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
-from nanovllm.updates.hold import Version
-from nanovllm.updates.sharing import read_message
-from nanovllm.updates.sleeping import TAGS
-from nanovllm.updates.updating import NO_ADAPTER, Tensors
-from nanovllm.utils.checks import check_bool, check_choice, check_int
-from nanovllm.utils.options import takes_foreign
+from nanovllm.updates.interface import Updatable
+from nanovllm.utils.checks import check_bool, check_choice
+from nanovllm.utils.options import Absent, takes_foreign
 
 POOLING = ("last", "mean")
 # For requests that are not about what is generated. Those that ignore the end of a text are left
@@ -52,7 +43,7 @@ ONE_TOKEN = SamplingParams(
 )
 
 
-class LLM(LLMEngine):
+class LLM(Updatable, LLMEngine):
     """An offline engine for one model: `LLM(directory, **options).generate(prompts)`.
 
     All options are those of `nanovllm.config.Config`. Use it as a context manager, or call
@@ -354,189 +345,6 @@ class LLM(LLMEngine):
                 )
             self.core.reset()
 
-    # -- weights that change --------------------------------------------------------------------
-
-    def update_weights(self, tensors: Tensors, *, version: Version | None = None) -> None:
-        """Replace all weights, in place, in milliseconds. What was cached of prompts is forgotten.
-
-        Without `start_weight_update` this is a whole update: all tensors of the model must come,
-        once. Of a dictionary or list all names, shapes and dtypes are checked before anything is
-        written; of another iterable each tensor is when it comes. If an update fails half-way, the
-        engine refuses to compute until a complete one.
-
-        After `start_weight_update` it writes some of the tensors; `finish_weight_update` ends that.
-
-        Args:
-            tensors: pairs of a name and a whole tensor, or a dictionary: the names are those of the
-                checkpoint (`model.layers.0.self_attn.q_proj.weight`), in any order, of any
-                floating dtype, on the CPU or a GPU. Weights that are quantised while they are
-                loaded are so here, too; those of a quantised checkpoint are replaced by tensors of
-                the same format. A tied LM head may come or not.
-            version: version of the new weights, a number or a string; None: the number of updates
-                so far.
-
-        Raises:
-            TypeError, ValueError: naming the tensor that is wrong, or those that are missing.
-            RuntimeError: if requests are left.
-        """
-        with self._changing_memory():
-            if not self._updates.has_started:
-                self._updates.update(tensors, version)
-                return
-            if version is not None:
-                raise ValueError(
-                    "`version` must be None between start_weight_update() and "
-                    f"finish_weight_update(), which takes it, got {version!r}"
-                )
-            self._updates.add(tensors)
-
-    def update_weights_ipc(
-        self, message: Mapping[str, Any], *, version: Version | None = None
-    ) -> None:
-        """`update_weights` by tensors that another process of this machine shares, on the CPU or on
-        a GPU (CUDA IPC).
-
-        Args:
-            message: what `nanovllm.share_weights` has given there.
-            version: as for `update_weights`.
-
-        Raises:
-            TypeError, ValueError: as `update_weights`; also if it is no such message.
-            RuntimeError: as `update_weights`; also if the memory cannot be opened.
-        """
-        parcel = read_message(message)
-        with self._changing_memory():
-            if self._updates.has_started:
-                self._updates.add_parcel(parcel)
-            else:
-                self._updates.update_by(parcel, version)
-
-    def start_weight_update(self) -> None:
-        """Begin an update of several calls of `update_weights`. One that has begun is forgotten.
-
-        Raises:
-            RuntimeError: if requests are left.
-        """
-        with self._changing_memory():
-            self._updates.start()
-
-    def finish_weight_update(self, weight_version: Version | None = None) -> None:
-        """End an update of several calls.
-
-        Args:
-            weight_version: `version` of `update_weights`, by vLLM's name.
-
-        Raises:
-            ValueError: naming tensors that have not come; go on with them.
-            RuntimeError: if no update has begun.
-        """
-        with self._changing_memory():
-            self._updates.finish(weight_version)
-
-    def load_adapter(
-        self,
-        adapter: str | Path | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
-    ) -> None:
-        """Fill the weights from the checkpoint again, with a LoRA adapter of peft merged into it.
-
-        It takes the place of others. The sum is made in float32 and rounded once; nothing is ever
-        subtracted. docs/adapters.md says what can be merged.
-
-        Args:
-            adapter: its directory or name on the hub, or its configuration (the object in
-                adapter_config.json) and tensors by peft's names.
-
-        Raises:
-            TypeError, ValueError: naming what cannot be merged, before anything is written.
-            RuntimeError: if requests are left.
-        """
-        given: Given
-        if isinstance(adapter, tuple):
-            config, tensors = adapter
-            given = dict(config), {name: tensor.cpu() for name, tensor in tensors.items()}
-            name = "in memory"
-        elif isinstance(adapter, (str, Path)):
-            [given] = adapter_directories([os.fspath(adapter)])
-            name = checkpoint_name(given)
-        else:
-            raise TypeError(
-                "`adapter` must be a directory, a name on the hub, or a pair of a configuration "
-                f"and tensors, got {type(adapter).__name__}"
-            )
-        self._reload([given], name)
-
-    def unload_adapter(self) -> None:
-        """Fill the weights from the checkpoint again, without any adapter.
-
-        Raises:
-            ValueError: if they were not read from one.
-            RuntimeError: if requests are left.
-        """
-        self._reload([], NO_ADAPTER)
-
-    def _reload(self, adapters: Sequence[Given], name: str) -> None:
-        if self.config.load_format == "dummy":
-            raise ValueError(
-                "an adapter changes the weights of a checkpoint, which load_format='dummy' does "
-                "not read"
-            )
-        directory = Path(self.config.model)
-        check_adapters(open_adapters(adapters), directory, self.model_config)
-        with self._changing_memory():
-            self._updates.reload(adapters, name)
-
-    @property
-    def weight_version(self) -> Version:
-        """The version of the weights: 0 for those of the checkpoint, and what the last update
-        says, or their number.
-        """
-        return self._hold.version
-
-    def get_weight_version(self) -> Version:
-        """`weight_version`, as vLLM calls it."""
-        return self.weight_version
-
-    def sleep(self, level: int = 1) -> None:
-        """Give the GPU's memory back, for others, until `wake_up`. Needs `enable_sleep_mode`.
-
-        What a start takes its time for stays: processes, compiled kernels, CUDA graphs. What was
-        cached of prompts is forgotten.
-
-        Args:
-            level: 1 keeps the weights in host memory (pinned, and kept for the next time: the first
-                sleep takes seconds); 2 drops them, and `update_weights` must bring new ones. On a
-                CPU, where the weights are in host memory, 1 drops the KV cache alone.
-
-        Raises:
-            TypeError, ValueError: for another level, or without `enable_sleep_mode`.
-            RuntimeError: if requests are left.
-        """
-        check_int("level", level, 1, 2)
-        with self._changing_memory():
-            if not self.config.enable_sleep_mode:
-                raise ValueError("sleep() needs an engine built with enable_sleep_mode=True")
-            self._sleeping.sleep(level)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again that `sleep` has given back. What does not sleep is left as it is.
-
-        Args:
-            tags: "weights" and "kv_cache", or one of them: new weights need no KV cache yet. None:
-                both.
-
-        Raises:
-            ValueError: for another tag.
-            torch.OutOfMemoryError: if there is no memory; what is missing sleeps on.
-        """
-        for tag in tags or ():
-            check_choice("tags", tag, TAGS)
-        with self._changing_memory():
-            self._sleeping.wake(tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether weights or KV cache have no memory."""
-        return bool(self._sleeping.asleep)
-
     @contextmanager
     def _changing_memory(self) -> Iterator[None]:
         """Nothing is computed during the block. An error that leaves the ranks in different states
@@ -600,19 +408,7 @@ class LLM(LLMEngine):
         """
         return self._default_params
 
-    @property
-    def get_metrics(self) -> NoReturn:
-        """vLLM's, which lists the metrics of a server."""
-        raise AttributeError(f"{type(self).__name__} has no `get_metrics`: call metrics()")
-
-    @property
-    def init_weight_transfer_engine(self) -> NoReturn:
-        """vLLM's, which connects trainers; here tensors are passed, or shared."""
-        raise AttributeError(
-            f"{type(self).__name__} has no `init_weight_transfer_engine`: nothing is initialised; "
-            "pass tensors to update_weights(), or what share_weights() has given in another "
-            "process to update_weights_ipc()"
-        )
+    get_metrics = Absent("call metrics()")
 
     @property
     def llm_engine(self) -> Self:

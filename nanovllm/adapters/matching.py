@@ -18,7 +18,9 @@ from nanovllm.utils.checks import listed
 PREFIX = "base_model.model."
 FACTORS, OF_EMBEDDING = ("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")
 MAGNITUDE = "lora_magnitude_vector"
-PART = re.compile(rf"(.+)\.({'|'.join((*FACTORS, *OF_EMBEDDING, MAGNITUDE))})(?:\.weight)?")
+PARTS = "|".join((*FACTORS, *OF_EMBEDDING, MAGNITUDE))
+PART = re.compile(rf"(.+)\.({PARTS})(?:\.weight)?")
+IN_MODEL = re.compile(rf"\.({PARTS})\.\w+")  # in names of a model, which have the adapter's, too
 SAVED_BASE = re.compile(r"\.base_layer(?=\.\w+$)")  # in names of layers saved beside their change
 ENDS = ("embed_tokens", "lm_head")  # modules that may share a matrix
 
@@ -123,6 +125,11 @@ def _grouped(names: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str,
         path = name.removeprefix(PREFIX)
         if found := PART.fullmatch(path):
             group, key = parts[found[1]], found[2]
+        elif IN_MODEL.search(path):
+            raise ValueError(
+                f"{name} is a name inside peft's model, not one of its files: pass what "
+                "get_peft_model_state_dict(model) returns, or save it with `save_pretrained`"
+            )
         else:
             group, key = wholes, SAVED_BASE.sub("", path)
         if key in group:

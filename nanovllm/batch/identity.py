@@ -90,6 +90,23 @@ def _pieces(path: Path) -> Iterator[bytes]:
             yield file.read(SAMPLE_BYTES)
 
 
+def with_defaults(old: Any, new: Any) -> Any:
+    """An older job's description with the options and parameters of `new` that it lacks: its
+    version had none, and did what their defaults do.
+    """
+    defaults = {
+        "engine": {name: getattr(Config, name) for name in OPTIONS},
+        "sampling": json.loads(json.dumps(_plain(SamplingParams()))),
+    }
+    filled = dict(old) if isinstance(old, dict) and isinstance(new, dict) else old
+    for group, values in defaults.items() if filled is not old else ():
+        given, wanted = old.get(group), new.get(group)
+        if isinstance(given, dict) and isinstance(wanted, dict):
+            later = {name: value for name, value in values.items() if name in wanted}
+            filled[group] = {**later, **given}
+    return filled
+
+
 def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
     """The differences of two descriptions, in words."""
     if isinstance(old, dict) and isinstance(new, dict):

@@ -169,7 +169,11 @@ def _one_prompt(prompt: Any) -> Any:
 
 
 def answer(
-    row: Row, output: RequestOutput | None, error: str | None, model: str, was_refused: bool = True
+    row: Row,
+    output: RequestOutput | None,
+    error: str | None,
+    model: str,
+    params: SamplingParams | None,
 ) -> dict[str, Any]:
     """The line of the output file for a request.
 
@@ -178,20 +182,21 @@ def answer(
         output: result; None: there is none.
         error: reason why there is none.
         model: name of the model, for a body that has none.
-        was_refused: whether the request itself is wrong, if it has no result.
+        params: sampling parameters of the request; None: it was refused, if it has no result.
     """
     request_id = row.key.hex()
     response: dict[str, Any]
     if error is not None or output is None:
         status, kind, code = 500, "server_error", "server_error"
-        if was_refused:
+        if params is None:
             status, kind, code = 400, "invalid_request_error", "invalid_request"
         response = {"error": {"message": error, "type": kind, "param": None, "code": code}}
         problem = {"code": code, "message": str(error)}
     else:
         body = row.fields["body"]
-        is_chat, most = row.fields["url"] == CHAT, body.get("top_logprobs") or 0
-        make = partial(_message, most=int(most)) if is_chat else _text
+        is_chat, most = row.fields["url"] == CHAT, int(body.get("top_logprobs") or 0)
+        has_labels = params is not None and params.logprob_token_ids is not None
+        make = partial(_message, most=None if has_labels else most) if is_chat else _text
         choices = [{**make(each), **_mask(each)} for each in output.outputs]
         num_generated = sum(len(each.token_ids) for each in output.outputs)
         response = {
@@ -216,8 +221,10 @@ def answer(
     }
 
 
-def _message(completion: CompletionOutput, most: int) -> dict[str, Any]:
-    """A choice of a chat, with up to `most` of the most likely tokens at each place."""
+def _message(completion: CompletionOutput, most: int | None) -> dict[str, Any]:
+    """A choice of a chat, with up to `most` of the most likely tokens at each place; None: with
+    labels, which have no ranks.
+    """
     logprobs = None
     if completion.logprobs is not None:
         content = [_place(place, most) for place in completion.logprobs]
@@ -230,12 +237,10 @@ def _message(completion: CompletionOutput, most: int) -> dict[str, Any]:
     }
 
 
-def _place(place: Mapping[int, Logprob], most: int) -> dict[str, Any]:
-    """The log-probabilities at a place of a chat; `place` begins with the token drawn. All labels
-    are there, which have no ranks.
-    """
-    drawn, *others = place.values()
-    if any(token.rank is None for token in others):
+def _place(place: Mapping[int, Logprob], most: int | None) -> dict[str, Any]:
+    """The log-probabilities at a place of a chat; `place` begins with the token drawn."""
+    drawn = next(iter(place.values()))
+    if most is None:
         best = sorted(place.values(), key=lambda token: -token.logprob)
     else:
         ranked = [(token.rank or 0, token) for token in place.values()]

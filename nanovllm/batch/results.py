@@ -45,8 +45,7 @@ class Result:
         in `RequestOutput.to_dict`. A request in OpenAI's batch format has a result in that format.
         """
         if self.row.is_openai:
-            was_refused = self.params is None
-            return answer(self.row, self.output, self.error, self.model, was_refused)
+            return answer(self.row, self.output, self.error, self.model, self.params)
         row = self.row
         values: dict[str, Any] = {"_key": None, "_row": None, **row.fields}
         values |= {"_key": row.result_id.hex(), "_row": row.number, **self.answer()}

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
-from nanovllm.batch.identity import differences
+from nanovllm.batch.identity import differences, with_defaults
 from nanovllm.batch.lines import Lines, sync_directory, temporary_path
 from nanovllm.batch.parts import Parts
 from nanovllm.batch.reading import format_of
@@ -109,7 +109,7 @@ class ResumableSink:
             raise ValueError(
                 f"{file} must be JSON: {error}; remove it with its output, or choose another output"
             ) from None
-        if changes := [*differences(old, job)]:
+        if changes := [*differences(with_defaults(old, job), job)]:
             raise ValueError(
                 f"{self.path} was begun by another job: {'; '.join(changes)}; choose another "
                 "output, or pass the same values again"

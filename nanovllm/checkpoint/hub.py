@@ -74,6 +74,9 @@ def checkpoint_directory(model: str, revision: str | None, *, weights: bool = Tr
         revision: branch, tag or commit on the hub; None: its main branch.
         weights: whether the weights are needed, too.
 
+    Returns:
+        An absolute path: the working directory may change.
+
     Raises:
         ValueError: if `model` is neither or cannot be fetched; the message has a remedy.
     """
@@ -82,7 +85,7 @@ def checkpoint_directory(model: str, revision: str | None, *, weights: bool = Tr
             raise ValueError(
                 f"`revision` is for names on the hub, and {model!r} is a directory: leave it out"
             )
-        return model
+        return os.path.abspath(model)
     if model.endswith(".gguf"):
         raise ValueError(
             f"`model` {model!r} is a GGUF file, which is not supported: pass the original "
@@ -100,12 +103,15 @@ def checkpoint_directory(model: str, revision: str | None, *, weights: bool = Tr
 def adapter_directory(adapter: str) -> str:
     """The directory with a PEFT adapter's files: `adapter` itself, or one in the cache of the hub.
 
+    Returns:
+        An absolute path.
+
     Raises:
         ValueError: if `adapter` is neither or cannot be fetched; the message has a remedy.
     """
     adapter = os.path.expanduser(adapter)
     if os.path.isdir(adapter):
-        return adapter
+        return os.path.abspath(adapter)
     if not _is_name(adapter):
         raise ValueError(
             "`adapter` must be the directory of a PEFT adapter or a name on the hub like "

@@ -28,8 +28,10 @@ FLAGS = {
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add flags for all options of an engine; each command adds `model` itself."""
-    _add(parser, ENGINE, Config, get_type_hints(Options))
+    """Add flags for all options of an engine that commands use; each adds `model` itself."""
+    hints = get_type_hints(Options)
+    del hints["enable_sleep_mode"]  # no command sleeps
+    _add(parser, ENGINE, Config, hints)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -79,7 +79,6 @@ class LLMEngine:
             self.model_config = as_stored(self.model_config, Path(directory))
             check_adapters(open_adapters(adapters), Path(directory), self.model_config)
         self._shown = repr(self.config.model), self.model_config.architecture
-        self._shown += tuple(f"adapter {adapter!r}" for adapter in adapters)
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
         self._default_params = SamplingParams()
         if self.config.generation_config == "auto":
@@ -159,6 +158,8 @@ class LLMEngine:
 
     def __repr__(self) -> str:
         shown = [*self._shown]
+        if hasattr(self, "_updates") and self._updates.adapter != NO_ADAPTER:
+            shown.append(f"adapter {self._updates.adapter!r}")
         if hasattr(self, "_close") and self.is_closed:  # it may be half built
             shown.append("closed")
         return f"{type(self).__name__}({', '.join(shown)})"

@@ -262,6 +262,17 @@ def _of_text(files: Mapping[str, Path], is_part: bool) -> dict[str, Path]:
     return {name: file for name, file in files.items() if not name.startswith(left_out)}
 
 
+def check_files(directory: Path) -> None:
+    """Refuse a checkpoint with files that are missing or incomplete.
+
+    Raises:
+        ValueError: naming one.
+    """
+    files = find_weights(directory)
+    for _ in _slices(sorted(files, key=files.__getitem__), files):
+        pass
+
+
 def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelConfig) -> None:
     """Refuse adapters that cannot be merged into a checkpoint, before a model is built.
 

@@ -15,6 +15,7 @@ from nanovllm.checkpoint.names import (
 from nanovllm.utils.checks import listed
 
 SOURCE = "the model"
+OF_PEFT = "base_model.model.", ".base_layer.", ".lora_"  # in names of a PeftModel's tensors
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class Ledger:
         if name is None:
             if is_left_out(described.name, self._expected.is_part):
                 return None
-            raise ValueError(
-                f"the model has no tensor {described.name}: pass the tensors by the names that the "
-                "checkpoint has for them"
-            )
+            remedy = "pass the tensors by the names that the checkpoint has for them"
+            if any(part in described.name for part in OF_PEFT):
+                remedy = "merge the adapter first, or pass it alone to load_adapter()"
+            raise ValueError(f"the model has no tensor {described.name}: {remedy}")
         is_head = name == HEAD and self._expected.is_tied
         wanted = self._expected.wanted[EMBEDDING if is_head else name]
         wanted.check(described.name, described.shape, described.dtype, SOURCE)

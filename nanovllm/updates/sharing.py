@@ -21,7 +21,7 @@ from nanovllm.updates.parcel import (
     Parcel,
     room_of,
 )
-from nanovllm.updates.updating import Tensors, named_tensors
+from nanovllm.updates.updating import Tensors, check_tensors, named_tensors
 
 KEYS = ("names", "shapes", "dtypes", "offsets", "num_bytes", "memory")
 
@@ -45,6 +45,7 @@ def share_weights(tensors: Tensors) -> Iterator[dict[str, Any]]:
         TypeError, ValueError: if these are no tensors, or of several devices.
         RuntimeError: if the memory cannot be shared.
     """
+    check_tensors(tensors)
     named = list(named_tensors(tensors))
     devices = {tensor.device for _, tensor in named}
     if len(devices) != 1:

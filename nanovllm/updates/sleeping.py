@@ -15,7 +15,7 @@ ASLEEP = {
 }
 
 
-class Sleeper(Protocol):
+class Lender(Protocol):
     """Gives memory back and takes it again, see `updates.memory`."""
 
     def sleep(self, level: int) -> None: ...
@@ -32,7 +32,7 @@ class Sleeping:
         lose_weights: function that is called when the weights are dropped.
     """
 
-    def __init__(self, hold: Hold, memory: Sleeper, lose_weights: Callable[[], None]) -> None:
+    def __init__(self, hold: Hold, memory: Lender, lose_weights: Callable[[], None]) -> None:
         self._hold, self._memory, self._lose_weights = hold, memory, lose_weights
 
     @property

@@ -19,6 +19,7 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tens
 NO_ADAPTER = "none"
 UPDATE = "update"  # name of a reason to hold the engine
 OPEN = "the weights are being updated: end that with finish_weight_update()"
+BUSY = "the weights are being updated: compute nothing until the call that does it has returned"
 LOST = "the weights have been dropped by sleep(level=2): bring new ones with update_weights()"
 
 
@@ -73,7 +74,7 @@ class WeightUpdates:
     def _whole(self, ledger: Ledger) -> Iterator[None]:
         """An update that ends with the block. One that has written nothing has not been."""
         before = self._hold[UPDATE]
-        self._begin(ledger)
+        self._begin(ledger, BUSY)
         try:
             yield
         except BaseException as error:
@@ -85,12 +86,12 @@ class WeightUpdates:
 
     def start(self) -> None:
         """Begin an update of several calls. One that has begun and not ended is forgotten."""
-        self._begin(Ledger(self._memory.expected()))
+        self._begin(Ledger(self._memory.expected()), OPEN)
         self.has_started = True
 
-    def _begin(self, ledger: Ledger) -> None:
+    def _begin(self, ledger: Ledger, reason: str) -> None:
         self._check_awake()
-        self._hold.add(UPDATE, OPEN)
+        self._hold.add(UPDATE, reason)
         self._memory.give_up_update()
         self._ledger = ledger
 
@@ -130,7 +131,7 @@ class WeightUpdates:
             adapters: adapters to merge into it.
             name: what they are called.
         """
-        self._begin(Ledger(self._memory.expected()))
+        self._begin(Ledger(self._memory.expected()), BUSY)
         try:
             self._memory.reload(adapters)
         except BaseException as error:
@@ -201,6 +202,21 @@ def _booked(tensors: Iterable[Named], ledger: Ledger) -> Iterator[Named]:
         if own is not None:
             ledger.book([own])
             yield own, tensor
+
+
+def check_tensors(tensors: object) -> None:
+    """Refuse what has no tensors with names.
+
+    Raises:
+        TypeError: with the remedy.
+    """
+    if isinstance(tensors, torch.nn.Module):
+        raise TypeError("`tensors` must be pairs of a name and a tensor: pass model.state_dict()")
+    if not isinstance(tensors, (Mapping, Iterable)):
+        raise TypeError(
+            "`tensors` must be pairs of a name and a tensor, or a dictionary, got "
+            f"{type(tensors).__name__}"
+        )
 
 
 def named_tensors(tensors: Any) -> Iterator[Named]:

@@ -40,7 +40,7 @@ def own_options(
             continue
         if name not in known:
             near = nearest(name, [*known, *foreign])
-            hint = f"did you mean `{near}`?" if near else f"options: {', '.join(known)}"
+            hint = f"did you mean `{near}`?" if near else f"options: {', '.join(known) or 'none'}"
             if near and near not in known:
                 hint = f"{hint} {foreign[near][1]}"
             raise TypeError(f"{owner}() has no option `{name}`; {remedy or hint}")
@@ -101,3 +101,23 @@ def missing_name(module: str, name: str, replaced: Mapping[str, str]) -> Excepti
     if name in replaced:
         return ImportError(f"{module} has no `{name}`: {replaced[name]}", name=name)
     return AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+class Absent:
+    """A method of vLLM's that a class has not: an instance has no such attribute, and says so with
+    the remedy.
+
+    Args:
+        remedy: what to do instead.
+    """
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy, self._name = remedy, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:  # help() asks the class
+            return self
+        raise AttributeError(f"{owner.__name__} has no `{self._name}`: {self._remedy}")

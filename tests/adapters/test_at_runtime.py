@@ -1,14 +1,16 @@
 """Adapters that are loaded into an engine that runs, and unloaded."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from new_weights import results
+from peft import LoraConfig
 from peft_adapters import make_adapter, tensors_of
 
-from checkpoints import SMALL, make_checkpoint, rare
+from checkpoints import SMALL, copy_checkpoint, make_checkpoint, rare
 from nanovllm import LLM
 from nanovllm.checkpoint.files import ADAPTER
 from nanovllm.layers.weights import onednn
@@ -45,7 +47,7 @@ def test_weights_are_those_of_an_engine_with_the_adapter(
     plain, *merged = wanted
     assert plain != merged[0] != merged[1] != plain
     a, b = adapters
-    in_memory = json.loads((b / ADAPTER).read_text("utf-8")), tensors_of(b)
+    in_memory = LoraConfig.from_pretrained(b), tensors_of(b)
     with LLM(base, adapter=a, **options) as llm:
         assert results(llm) == merged[0] and llm.metrics()["adapter"] == "a"
         for given, found, name in ((in_memory, merged[1], "in memory"), (a, merged[0], "a")):
@@ -73,8 +75,15 @@ def test_what_cannot_be_merged_leaves_the_engine_as_it_is(
         ):
             with pytest.raises(ValueError, match=error):
                 llm.load_adapter(given)
-        with pytest.raises(TypeError, match="or a pair of a configuration and tensors, got int"):
-            llm.load_adapter(1)
+        for wrong, error in (
+            (1, "or a pair of a configuration and tensors, got int"),
+            ((1, 2, 3), "tensors, got 3 values"),
+            ((1, tensors), "must be a LoraConfig, or the object in adapter_config.json, got int"),
+            ((config, [*tensors.items()]), "must be a dictionary, as .* returns it, got list"),
+            ((config, {"a": 1}), "must be torch.Tensors by their names, got 'a': int"),
+        ):
+            with pytest.raises(TypeError, match=error):
+                llm.load_adapter(wrong)
         llm.add_request([1, 2, 3])
         for use in (lambda: llm.load_adapter(a), llm.unload_adapter):
             with pytest.raises(RuntimeError, match="while requests are left"):
@@ -87,3 +96,35 @@ def test_what_cannot_be_merged_leaves_the_engine_as_it_is(
         pytest.raises(ValueError, match="which load_format='dummy' does not read"),
     ):
         dummy.load_adapter(a)
+
+
+@pytest.mark.parametrize("options", [{}, rare({"tensor_parallel_size": 2})])
+def test_paths_hold_in_another_directory_and_files_that_are_gone_change_nothing(
+    options: dict[str, int],
+    base: Path,
+    adapters: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, _ = adapters
+    path = copy_checkpoint(base, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    with LLM("model", adapter=os.path.relpath(a), **OPTIONS, **options) as llm:
+        merged = results(llm)
+        monkeypatch.chdir(a.parent)
+        llm.unload_adapter()
+        plain = results(llm)
+        llm.load_adapter(a.name)
+        assert results(llm) == merged != plain
+        weights = path / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-1])
+        for error in ("is not a complete safetensors file", "has no .*safetensors"):
+            with pytest.raises(ValueError, match=error):
+                llm.unload_adapter()
+            llm.reset_prefix_cache()
+            assert results(llm) == merged and llm.metrics()["adapter"] == "a"
+            weights.unlink(missing_ok=True)
+        weights.write_bytes(whole)
+        llm.unload_adapter()
+        assert results(llm) == plain

@@ -71,7 +71,7 @@ def test_repr_says_what_it_is_in_a_line(checkpoint, monkeypatch):
     engine = AsyncLLM(checkpoint, **SMALL)
     assert repr(engine) == f"AsyncLLM(LLM({path}, Qwen3ForCausalLM, {facts}))"
     engine.shutdown()
-    assert repr(engine).endswith(f"{facts}), closed)")
+    assert repr(engine).endswith(f"{facts}, closed))")
     # half built: with nothing, then where the executor fails
     assert [repr(object.__new__(kind)) for kind in (LLM, AsyncLLM)] == ["LLM()", "AsyncLLM()"]
     built = []
@@ -93,7 +93,10 @@ def test_names_of_vllm(llm):
         llm.get_metrics()
     with pytest.raises(AttributeError, match=r"pass tensors to update_weights\(\), or what"):
         llm.init_weight_transfer_engine({"init_info": {}})
-    assert not hasattr(llm, "get_metrics") and not hasattr(llm, "init_weight_transfer_engine")
+    for name in ("get_metrics", "init_weight_transfer_engine", "reload_weights", "collective_rpc"):
+        assert not hasattr(llm, name)
+    with pytest.raises(TypeError, match="no option `is_checkpoint_format`; tensors have the"):
+        llm.start_weight_update(is_checkpoint_format=False)
     assert "max_num_seqs: int = 512" in pydoc.render_doc(LLM)  # which asks for every attribute
     llm.shutdown()
     assert llm.is_closed

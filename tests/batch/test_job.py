@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import nanovllm.batch
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.batch import ResumableSink, job, run
+from nanovllm.batch import Result, ResumableSink, job, run
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.identity import default_params, describe_job, describe_model, differences
 from nanovllm.batch.job import BETWEEN_STEPS, MAX_HELD
@@ -194,6 +194,23 @@ def test_a_job_is_known_by_what_its_results_depend_on(tiny, tmp_path):
         [changed] = differences(job, describe_job(config, params, shard="1/1"))
         assert changed.startswith(f"{name} was"), changed
     assert json.loads(json.dumps(job)) == job
+
+
+def test_a_job_of_a_version_without_some_options_goes_on_with_their_defaults(tiny, tmp_path):
+    """Refused is only what asks for something else than that version did."""
+    job = describe_job(Config(tiny), GREEDY)
+    old = json.loads(json.dumps(job))
+    del old["engine"]["logprobs_mode"]
+    for name in ("logprobs_mode", "logprob_token_ids", "return_sampling_mask"):
+        del old["sampling"][name]
+    path, [row] = tmp_path / "out.jsonl", as_rows(["1+1="])
+    with ResumableSink(path, old) as sink:
+        sink.write(Result(row, error="none"))
+    with ResumableSink(path, job) as sink:
+        assert [*sink.unfinished(iter([row]))] == []
+    other = describe_job(Config(tiny, logprobs_mode="processed_logprobs"), GREEDY)
+    with pytest.raises(ValueError, match=r'engine\.logprobs_mode was "raw_logprobs" and is'):
+        ResumableSink(path, other)
 
 
 def test_defaults_are_the_checkpoints_under_those_given(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from typing import get_type_hints
 
 import pytest
@@ -275,6 +276,13 @@ def test_results_have_openais_form():
     [token] = two["response"]["body"]["choices"][0]["logprobs"]["content"]
     assert [each["token"] for each in token["top_logprobs"]] == ["a", "b"]
     assert body["usage"]["total_tokens"] == 3
+    # One label, which is also the token drawn: all that its place has.
+    drawn = CompletionOutput(0, "b", [7], "stop", None, [{7: Logprob(-0.5, 9, "b")}], -0.5)
+    of_label = RequestOutput(3, "hi", [1, 2], [drawn], True, 1)
+    params = replace(DEFAULT, logprobs=0, logprob_token_ids=[7])
+    labelled = json.loads(Result(row, of_label, None, params, "other").to_line())
+    [token] = labelled["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in token["top_logprobs"]] == ["b"]
 
     [row] = rows_of(json.dumps(request({"prompt": "x"}, "/v1/completions")).encode())
     line = json.loads(Result(row, output, None, DEFAULT, "other").to_line())

@@ -196,6 +196,7 @@ def test_flags_are_the_fields_and_say_their_defaults() -> None:
     options.add_engine_options(parser)
     options.add_sampling_options(parser)
     engine = {"engine." + name: value for name, value in DEFAULTS.items()}
+    del engine["engine.enable_sleep_mode"]  # no command sleeps
     fields = {"sampling." + f.name: f.default for f in dataclasses.fields(SamplingParams)}
     actions = {action.dest: action for action in parser._actions[1:]}
     assert set(actions) == {*engine, *fields}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import TINY
 
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
 NOT_INSTALLED = "not installed: pip install trl"
 EVEN = "02468"
+TEMPERATURE = 1.5
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +33,29 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(c in EVEN for c in text) / max(len(text), 1) for text in completions]
 
 
+def logprobs_of(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Log-probabilities of an answer's tokens at the trainer's temperature: [n] float32."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    places = (logits.float() / TEMPERATURE).log_softmax(-1)
+    return places.gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
 def test_the_reward_rises_under_trl(glue: dict[str, Any], tmp_path: Path) -> None:
-    """Each step rolls out by the weights of the step before it."""
+    """Each step rolls out by the weights of the step before it, whose log-probabilities at the
+    trainer's temperature come with the answers.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    versions = []
+    versions, errors = [], []
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         found = glue["rollout"](prompts, trainer)
         versions.append(glue["llm"].weight_version)
+        own = logprobs_of(trainer.model, found["prompt_ids"][0], found["completion_ids"][0])
+        errors.append((torch.tensor(found["logprobs"][0]) - own).abs().mean().item())
         return found
 
     trainer = GRPOTrainer(
@@ -52,6 +66,7 @@ def test_the_reward_rises_under_trl(glue: dict[str, Any], tmp_path: Path) -> Non
             per_device_train_batch_size=64,
             num_generations=8,
             max_completion_length=16,
+            temperature=TEMPERATURE,
             max_steps=12,
             learning_rate=1e-3,
             lr_scheduler_type="constant",
@@ -69,6 +84,7 @@ def test_the_reward_rises_under_trl(glue: dict[str, Any], tmp_path: Path) -> Non
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     assert versions == list(range(12)) and len(rewards) == 12
     assert rewards[0] < 0.4 and rewards[-1] > 0.9
+    assert max(errors) < 0.05, errors  # rounding, in bfloat16
 
 
 def test_the_transfer_is_trls(glue: dict[str, Any]) -> None:

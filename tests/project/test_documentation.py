@@ -292,7 +292,7 @@ def test_the_reference_has_everything() -> None:
     for name, cls in (("LLM", LLM), ("AsyncLLM", AsyncLLM)):
         [members] = re.findall(rf"::: nanovllm\.{name}\n.*?\[(.*?)\]", pages["llm.md"], re.S)
         public = {name for name in dir(cls) if not name.startswith("_")} - {
-            *("get_metrics", "init_weight_transfer_engine"),
+            *("get_metrics", "init_weight_transfer_engine", "reload_weights", "collective_rpc"),
         }
         assert public == {*re.findall(r"\w+", members)}
     commands = re.findall(r"<!-- flags: (\w+) -->", pages["command-line.md"])

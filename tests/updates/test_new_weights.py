@@ -169,6 +169,8 @@ def test_tensors_of_another_process(options: dict[str, int], paths: tuple[Path, 
             llm.update_weights_ipc(whole)
         llm.update_weights(tensors_of(paths[0]))
         llm.start_weight_update()
+        with pytest.raises(ValueError, match="`version` must be None between start_weight_update"):
+            llm.update_weights_ipc(part, version=7)
         llm.update_weights_ipc(part)
         go_on()
         llm.update_weights_ipc(json.loads(told.readline()))
@@ -309,6 +311,7 @@ def test_async_holds_between_the_calls_of_an_update(paths: tuple[Path, Path]) ->
 # -- mistakes --------------------------------------------------------------------------------------
 
 NORM = "model.norm.weight"
+PEFTS = "base_model.model.model.norm.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"
 
 
 def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Path]) -> None:
@@ -330,14 +333,17 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
                 iter(({"x": new[NORM]}).items()),
                 "the model has no tensor x: pass the tensors by the",
             ),
+            *(({name: new[NORM]}, "merge the adapter first, or pass it") for name in PEFTS),
         ]
         for tensors, error in wrong:
             with pytest.raises(ValueError, match=error):
                 llm.update_weights(tensors)
             assert llm.weight_version == 0
-        for tensors in ([NORM], {NORM: [1.0]}, {"update_info": {}}, [(NORM, new[NORM], 1)], 3):
-            with pytest.raises(TypeError, match=r"`tensors` must be|not iterable"):
+        for tensors in ([NORM], {NORM: [1.0]}, {"update_info": {}}, [(NORM, new[NORM], 1)], None):
+            with pytest.raises(TypeError, match="`tensors` must be"):
                 llm.update_weights(tensors)
+        with pytest.raises(TypeError, match=r"pass model.state_dict\(\)"):
+            llm.update_weights(torch.nn.Sequential())
         with pytest.raises(TypeError, match=r"`version` must be a number or a string, got 0\.5"):
             llm.update_weights(new, version=0.5)
         assert results(llm) == before
@@ -349,6 +355,18 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
                 use()
         llm.abort_all()
         llm.update_weights(new)
+
+
+def test_tensors_that_use_the_engine_are_told_that_it_is_busy(paths: tuple[Path, Path]) -> None:
+    with LLM(paths[0], **OPTIONS) as llm:
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            yield from tensors_of(paths[1]).items()
+
+        with pytest.raises(RuntimeError, match="until the call that does it has returned"):
+            llm.update_weights(tensors())
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

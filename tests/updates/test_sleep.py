@@ -173,6 +173,8 @@ def test_mistakes(paths: tuple[Path, Path]) -> None:
                 llm.sleep(level)
         with pytest.raises(ValueError, match="`tags` must be"):
             llm.wake_up(tags=["graphs"])
+        with pytest.raises(TypeError, match=r"must be a list of tags, got 'weights': pass \['weig"):
+            llm.wake_up("weights")
         llm.add_request([1])
         with pytest.raises(RuntimeError, match="while requests are left"):
             llm.sleep()

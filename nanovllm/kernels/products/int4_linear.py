@@ -2,8 +2,8 @@
 
 The product of a single row is in `int4_row.py`. Those of more have a kernel of their own on Hopper
 (`hopper_int4.py`), unless few rows have few outputs. Where they have none, few rows use tiles,
-whose weights are unpacked on their way from shared memory to tensor cores. Many rows, on Hopper very
-many, use the library, with weights that are unpacked a part at a time (docs/experiments.md).
+whose weights are unpacked on their way from shared memory to tensor cores. Many rows, on Hopper
+very many, use the library, with weights that are unpacked a part at a time (docs/experiments.md).
 
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
