@@ -155,6 +155,7 @@ class AsyncLLM:
         """Merge a LoRA adapter into the checkpoint's weights, see `LLM.load_adapter`. Requests that
         run go on by the new weights.
         """
+        _wait_for_writers()
         await self._call(lambda llm: llm.load_adapter(adapter))
 
     async def unload_adapter(self) -> None:

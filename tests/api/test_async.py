@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 
 import pytest
+import torch
 from invariants import check_scheduler
 
 from checkpoints import (
@@ -364,6 +365,24 @@ def test_engine_waits_without_work(hall, monkeypatch):
         assert len(steps) == count <= 4
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("method", ["update_weights", "load_adapter"])
+def test_tensors_are_complete_before_the_engine_reads_them(method, hall, monkeypatch):
+    """Work that the caller's thread has queued on the GPU writes them, and no stream of the
+    engine's waits for it.
+    """
+    order = []
+
+    class Stream:
+        def synchronize(self):
+            order.append("written")
+
+    monkeypatch.setattr(hall.llm, method, lambda *_, **__: order.append("read"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    asyncio.run(getattr(hall.async_llm, method)(({}, {})))
+    assert order == ["written", "read"]
 
 
 # -- leaving --------------------------------------------------------------------------------------
