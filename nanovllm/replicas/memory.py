@@ -35,6 +35,7 @@ class ReplicaMemory:
 
     def fill_parcel(self, parcel: Parcel) -> None:
         """Fill them from a parcel. Raises as `fill`, and RuntimeError if it cannot be opened."""
+        self._replicas.keep_as_they_are()
         self._replicas.tell_all("fill_parcel", parcel)
 
     def end_update(self) -> None:
@@ -47,6 +48,7 @@ class ReplicaMemory:
 
     def reload(self, adapters: Sequence[Given]) -> None:
         """Fill the weights from the checkpoint again, with these adapters."""
+        self._replicas.keep_as_they_are()
         self._replicas.tell_all("reload_ranks", adapters)
 
     def sleep(self, level: int) -> None:
