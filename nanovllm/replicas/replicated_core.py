@@ -87,7 +87,11 @@ class ReplicatedCore(Core[RemoteRequest]):
             self._hand_out()
         self.meanwhile()
         self._book_all(STEP_SECONDS if self.requests else 0.0)
-        while self._to_tell:  # last: a listener may call the engine
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell listeners what has been booked. Comes last: they may call the engine."""
+        while self._to_tell:
             request, output = self._to_tell.popleft()
             if output.finished:
                 del self.requests[request.request_id]
@@ -101,6 +105,7 @@ class ReplicatedCore(Core[RemoteRequest]):
             self._book_all(None)
         self._replicas.hold()
         self._book_all(0.0)
+        self._tell()
         self.is_held = True
 
     def release(self, version: int | str) -> None:

@@ -36,6 +36,7 @@ from nanovllm import (
     WorkerError,
 )
 from nanovllm.replicas import supervisor
+from nanovllm.replicas.messages import News
 from nanovllm.replicas.remote_request import MAX_LOSSES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
@@ -504,6 +505,27 @@ def test_listeners_may_abort_and_raise(two):
     assert heard["c"][-1].finished
     (first,) = heard["a"] + heard["b"]
     assert not first.finished
+
+
+def told(inbox):
+    """News with outputs in an inbox."""
+    return [each for _, each in [*inbox] if isinstance(each, News) and each.outputs]
+
+
+def test_what_comes_before_a_hold_is_told_by_it(two, monkeypatch):
+    """No step follows until the engine goes on, nor did the listener hear of it before."""
+    heard, inbox = [], two.executor._inbox
+    two.add_request(COUNT.format(3), GREEDY, listener=heard.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(two.core, "_book_all", lambda seconds: None)
+        two.step()
+    wait_until(lambda: any(news.outputs[-1].finished for news in told(inbox)))
+    assert not heard
+    two.core.hold()
+    try:
+        assert heard[-1].finished and not two.core.requests
+    finally:
+        two.core.release(0)
 
 
 def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplog):

@@ -168,7 +168,7 @@ def test_replicas_are_restarted_after_sleep(
 
         def kill(number: int) -> None:
             replicas._replicas[number].process.kill()
-            wait_until(lambda: any(isinstance(each, Ended) for _, each in replicas._inbox))
+            wait_until(lambda: any(isinstance(each, Ended) for _, each in [*replicas._inbox]))
             llm.metrics()  # notices that
 
         kill(0)
