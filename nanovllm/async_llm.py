@@ -210,6 +210,8 @@ class AsyncLLM:
                 found = method(jobs.llm)
             except Exception as error:
                 found = error
+                if jobs.llm.is_closed:  # a worker has died, say
+                    jobs.fail(error)
             with suppress(RuntimeError):  # the loop has been closed: nobody listens
                 loop.call_soon_threadsafe(give, found)
 

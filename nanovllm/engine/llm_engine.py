@@ -7,6 +7,8 @@ Callers take turns here; `Intake` checks what they pass, and `EngineCore.step` i
 import logging
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -213,8 +215,14 @@ class LLMEngine:
 
     def _advance(self) -> None:
         self._check_ready()
-        try:
+        with self._closing_if_broken():
             self.core.step()
+
+    @contextmanager
+    def _closing_if_broken(self) -> Iterator[None]:
+        """Close the engine if an error in the block has left nothing to go on with."""
+        try:
+            yield
         except BaseException:
             if self.executor.is_broken:
                 self._close_quietly()
@@ -327,7 +335,7 @@ class LLMEngine:
         before the first). `kvcache_usage` is the share of the KV blocks that requests hold. With
         data parallelism they are those of all replicas together, and `replicas` has those of each.
         """
-        with self._lock:
+        with self._lock, self._closing_if_broken():
             self._check_open()
             return {
                 **self._describe(),

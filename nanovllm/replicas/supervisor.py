@@ -117,6 +117,7 @@ class Replicas:
         self._write: Callable[[list[str]], None] | None = None  # writes their recordings
         self.is_broken, self._restarts = False, True
         self._ended: list[int] | None = None  # to be restarted later; None: at once
+        self._last_end: tuple[int, Ended] | None = None
 
     @property
     def num_restarts(self) -> int:
@@ -240,7 +241,9 @@ class Replicas:
             replica.process.kill()
         finally:
             replica.outbox.put(None)
-            self._put(number, Ended(wait_for_end(replica.process), failure))
+            ended = Ended(wait_for_end(replica.process), failure)
+            self._last_end = number, ended
+            self._put(number, ended)
             replica.answers.put(None)
 
     def _put(self, number: int, message: Any) -> None:
@@ -335,10 +338,12 @@ class Replicas:
 
         Raises:
             TypeError, ValueError, RuntimeError: if one refuses.
-            WorkerError: if none is left.
+            WorkerError: if none is left, for the end of the last.
         """
         if not self.ask(method, *args, seconds=None):
-            raise WorkerError(0, 1, "", "replica")
+            self.is_broken = True
+            assert self._last_end is not None, "all replicas are starting"
+            raise self.error(*self._last_end)
 
     def hold(self) -> None:
         """Have all replicas compute nothing, and restart none until `go_on`: it would miss what the

@@ -689,6 +689,30 @@ def test_error_that_closes_the_engine(hall, monkeypatch):
     asyncio.run(main())
 
 
+def test_error_that_closes_the_engine_in_an_update(hall, monkeypatch):
+    """It reaches who has called, and all whose requests wait for the update's end: they waited for
+    ever.
+    """
+
+    def broken(*_):
+        hall.llm.executor.is_broken = True
+        raise RuntimeError("a worker has died")
+
+    async def main():
+        stream = hall.async_llm.stream(PROMPT, greedy(None, ignore_eos=True))
+        await anext(stream)
+        monkeypatch.setattr(hall.llm.executor, "on_all_ranks", broken)
+        with pytest.raises(RuntimeError, match="a worker has died"):
+            await hall.async_llm.start_weight_update()
+        with pytest.raises(RuntimeError, match="a worker has died"):
+            async for output in stream:
+                assert not output.finished
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            await hall.async_llm.start_weight_update()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
 # -- the end --------------------------------------------------------------------------------------
 
 

@@ -544,6 +544,49 @@ def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplo
     assert traces() == before
 
 
+def test_requests_end_when_none_is_left_in_an_update(checkpoint):
+    """They wait for its end, and would for ever. The reason is that of a replica."""
+    prompts = [[i + 1, 5] for i in range(60)]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+    async def main():
+        async with AsyncLLM(checkpoint, **PLAIN) as llm:
+            begun = asyncio.Event()
+
+            async def ask(prompt):
+                async for _ in llm.stream(prompt, params):
+                    begun.set()
+
+            asked = [asyncio.create_task(ask(prompt)) for prompt in prompts]
+            await begun.wait()
+            await llm.start_weight_update()
+            for each in list(_replicas_of_async().values()):
+                each.process.kill()
+            killed = r"^replica \d was killed by SIGKILL .* This engine is closed"
+            with pytest.raises(WorkerError, match=killed):
+                await llm.start_weight_update()
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            assert any(found)
+            assert {type(error) for error in found} <= {WorkerError, type(None)}
+            with pytest.raises(RuntimeError, match="^this engine is closed"):
+                await llm.metrics()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+@pytest.mark.slow
+def test_death_of_all_that_metrics_notice_closes_the_engine(checkpoint, monkeypatch):
+    """The next call waited for replicas for ever."""
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 0)
+    with LLM(checkpoint, **PLAIN) as llm:
+        for each in llm.executor._replicas.values():
+            each.process.kill()
+        wait_until(lambda: len(llm.executor._inbox) == 2)
+        with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+            llm.metrics()
+        assert llm.is_closed
+
+
 # -- start and end ---------------------------------------------------------------------------------
 
 
