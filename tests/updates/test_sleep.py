@@ -11,11 +11,13 @@ from new_weights import PROMPTS, results, with_other_values
 from safetensors.torch import load_file
 
 from checkpoints import SMALL, greedy, make_checkpoint, rare, tokens
-from faults import wait_until
+from faults import FAULTS, wait_until
 from nanovllm import LLM, AsyncLLM
+from nanovllm.device_memory.pieces import Piece
 from nanovllm.layers.weights import onednn
 from nanovllm.replicas.messages import Ended
 from nanovllm.replicas.supervisor import Replicas
+from nanovllm.updates import settling
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "enable_sleep_mode": True}
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -188,6 +190,44 @@ def test_replicas_are_restarted_after_sleep(
         assert replicas.num_restarts == 1 + (not updated)
         assert ("replica 1 is not restarted: the weights" in caplog.text) is updated
         assert tokens(llm.generate(PROMPTS, greedy(20), use_tqdm=False)) == wanted
+
+
+@pytest.mark.parametrize("size", [2, rare(1)])
+def test_without_memory_the_engine_sleeps_on(
+    size: int, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, inject: Any
+) -> None:
+    """Whichever rank lacks it, all give back what they have taken: two ranks were closed."""
+    take, room, everything = Piece.take, 0, 1000
+
+    def take_if_there_is_room(piece: Piece) -> None:
+        nonlocal room
+        if not room:
+            raise torch.OutOfMemoryError("none left")
+        take(piece)
+        room -= 1
+
+    inject("nanovllm.device_memory.pieces:Piece.take", FAULTS["GPU memory"][0], rank=None)
+    monkeypatch.setattr(Piece, "take", take_if_there_is_room)
+    monkeypatch.setattr(settling, "SMALL", 1)  # a piece for each parameter
+    with LLM(paths[0], tensor_parallel_size=size, **OPTIONS) as llm:
+        before = results(llm)
+        sleeper = llm.model_runner.built.sleeper
+        assert sleeper is not None and len(sleeper._weights) > 3
+        llm.sleep(level=2)
+        # Rank 1 lacks it, then this one does: of the weights, then of the KV cache alone.
+        of_others = [(everything, "weights", 0)] * (size - 1)
+        own = [(3, "weights", 0), (len(sleeper._weights), "kv_cache", len(sleeper._weights))]
+        for free, missing, held in (*of_others, *own):
+            room = free
+            with pytest.raises(torch.OutOfMemoryError, match=rf"enough memory for {missing}"):
+                llm.wake_up()
+            assert llm.is_sleeping()
+            pieces = [*sleeper._weights, *sleeper._others]
+            assert sum(piece.is_there for piece in pieces) == held
+        room = everything
+        llm.wake_up()
+        llm.update_weights(tensors_of(paths[0]))
+        assert results(llm) == before
 
 
 def test_mistakes(paths: tuple[Path, Path]) -> None:
