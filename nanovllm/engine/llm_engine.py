@@ -7,8 +7,6 @@ Callers take turns here; `Intake` checks what they pass, and `EngineCore.step` i
 import logging
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -215,14 +213,8 @@ class LLMEngine:
 
     def _advance(self) -> None:
         self._check_ready()
-        with self._closing_if_broken():
-            self.core.step()
-
-    @contextmanager
-    def _closing_if_broken(self) -> Iterator[None]:
-        """Close the engine if an error in the block has left nothing to go on with."""
         try:
-            yield
+            self.core.step()
         except BaseException:
             if self.executor.is_broken:
                 self._close_quietly()
@@ -335,11 +327,17 @@ class LLMEngine:
         before the first). `kvcache_usage` is the share of the KV blocks that requests hold. With
         data parallelism they are those of all replicas together, and `replicas` has those of each.
         """
-        with self._lock, self._closing_if_broken():
+        with self._lock:
             self._check_open()
+            try:
+                described = self.core.describe()
+            except BaseException:
+                if self.executor.is_broken:  # no replica is left
+                    self._close_quietly()
+                raise
             return {
                 **self._describe(),
-                **self.core.describe(),
+                **described,
                 "data_parallel_size": self.config.data_parallel_size,
                 "weight_version": self.core.weight_version,
                 "adapter": self._updates.adapter,
