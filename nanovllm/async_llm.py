@@ -155,6 +155,7 @@ class AsyncLLM:
         """Merge a LoRA adapter into the checkpoint's weights, see `LLM.load_adapter`. Requests that
         run go on by the new weights.
         """
+        _wait_for_writers()
         await self._call(lambda llm: llm.load_adapter(adapter))
 
     async def unload_adapter(self) -> None:
@@ -209,6 +210,8 @@ class AsyncLLM:
                 found = method(jobs.llm)
             except Exception as error:
                 found = error
+                if jobs.llm.is_closed:  # a worker has died, say
+                    jobs.fail(error)
             with suppress(RuntimeError):  # the loop has been closed: nobody listens
                 loop.call_soon_threadsafe(give, found)
 
@@ -309,7 +312,8 @@ class _Jobs:
 
     Coroutines are woken by one call of their loop for each step. If the device is not the host, the
     call waits until the device computes the next step, if one follows: Python runs one thread at a
-    time, and the engine's has nothing to do then.
+    time, and the engine's has nothing to do then. None follows where the engine is held, which has
+    booked the steps in flight.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -335,7 +339,15 @@ class _Jobs:
 
     def step(self) -> None:
         self.llm.step()
-        if not (self._has_device and self.llm.core.requests):
+
+    def run(self, command: "Callable[[_Jobs], None]") -> None:
+        """Run a command, and wake those whom it has told something, unless the next step will."""
+        try:
+            command(self)
+        except Exception as error:  # it may have dropped any request
+            self.fail(error)
+        core = self.llm.core
+        if core.is_held or not (self._has_device and core.requests):
             self._wake()
 
     def fail(self, error: BaseException) -> None:
@@ -379,9 +391,6 @@ def _serve(llm: LLM, commands: "queue.SimpleQueue[Command]") -> None:
                 command = _Jobs.step
             if command is None:
                 break
-            try:
-                command(jobs)
-            except Exception as error:  # it may have dropped any request
-                jobs.fail(error)
+            jobs.run(command)
             del command  # it would keep a request until the next one
         jobs.fail(RuntimeError("this engine is closed: build a new AsyncLLM"))

@@ -187,6 +187,9 @@ class ThreadedExecutor(Executor):
             attrgetter(method)(runner)(*pickle.loads(message))
         yield self.runners[0]
 
+    def all_could(self, method: str, *args: Any) -> bool:
+        return min(attrgetter(method)(runner)(*args) for runner in self.runners)
+
     def take_logits(self) -> list[torch.Tensor]:
         """The logits seen since the last call, by rank: [n, len(vocab)]."""
         parts = [torch.cat(sampler.logits) for sampler in self.samplers]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -156,6 +157,21 @@ class Executor:
                 self._workers.call_together(method, sent)
             yield self.model_runner
             self._group.minimum(0)
+
+    def all_could(self, method: str, *args: Any) -> bool:
+        """Have all ranks call a method of their `ModelRunner`, or of its parts by a path with dots,
+        that returns whether it could do its work. Returns whether all could.
+
+        Raises:
+            WorkerError: if a worker has died.
+        """
+        assert self.model_runner is not None, "not started"
+        with uninterrupted(), self._all_or_none(), without_modes(), letter(args) as sent:
+            if self._workers is not None:
+                self._workers.wait_for_room()
+                self._workers.call_together(method, sent)
+            could = attrgetter(method)(self.model_runner)(*args)
+            return self._group.minimum(int(could)) > 0
 
     def time_steps(self, on: bool) -> None:
         """Time steps on the device of rank 0 from now on, or no more."""

@@ -330,9 +330,15 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
+            try:
+                described = self.core.describe()
+            except BaseException:
+                if self.executor.is_broken:  # no replica is left
+                    self._close_quietly()
+                raise
             return {
                 **self._describe(),
-                **self.core.describe(),
+                **described,
                 "data_parallel_size": self.config.data_parallel_size,
                 "weight_version": self.core.weight_version,
                 "adapter": self._updates.adapter,

@@ -69,8 +69,8 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
     while sock.recv(1):
         method, args = pickle.loads(channel.read(setup.rank - 1))
         if isinstance(args, Letter):  # all ranks do it together
-            attrgetter(method)(runner)(*args.read())
-            group.minimum(0)
+            could = attrgetter(method)(runner)(*args.read())
+            group.minimum(int(could is not False))
         else:
             getattr(runner, method)(*args)
 

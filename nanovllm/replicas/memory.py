@@ -33,6 +33,7 @@ class ReplicaMemory:
             WorkerError: if no replica is left.
         """
         begin()
+        self._replicas.keep_as_they_are()
         for parcel, _ in parcels(tensors):
             self._replicas.tell_all("fill_parcel", parcel)
 
@@ -42,6 +43,7 @@ class ReplicaMemory:
             with parcel.opened(torch.device("cpu")):
                 pass
         begin()
+        self._replicas.keep_as_they_are()
         self._replicas.tell_all("fill_parcel", parcel)
 
     def end_update(self) -> None:
@@ -54,6 +56,7 @@ class ReplicaMemory:
 
     def reload(self, adapters: Sequence[Given]) -> None:
         """Fill the weights from the checkpoint again, with these adapters."""
+        self._replicas.keep_as_they_are()
         self._replicas.tell_all("reload_ranks", adapters)
 
     def sleep(self, level: int) -> None:

@@ -87,7 +87,11 @@ class ReplicatedCore(Core[RemoteRequest]):
             self._hand_out()
         self.meanwhile()
         self._book_all(STEP_SECONDS if self.requests else 0.0)
-        while self._to_tell:  # last: a listener may call the engine
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell listeners what has been booked. Comes last: they may call the engine."""
+        while self._to_tell:
             request, output = self._to_tell.popleft()
             if output.finished:
                 del self.requests[request.request_id]
@@ -96,17 +100,22 @@ class ReplicatedCore(Core[RemoteRequest]):
 
     def hold(self) -> None:
         self._drop_left()
-        self._replicas.keep_as_they_are()
-        self._replicas.tell_all("hold")
         self._book_all(0.0)
+        while self._replicas.are_starting:
+            self._book_all(None)
+        self._replicas.hold()
+        self._book_all(0.0)
+        self._tell()
         self.is_held = True
 
     def release(self, version: int | str) -> None:
         super().release(version)
-        self._replicas.tell_all("release", version)
+        self._replicas.go_on(version)
 
-    def _book_all(self, seconds: float) -> None:
-        """Book the replicas' messages. Waits up to `seconds` if there are none yet."""
+    def _book_all(self, seconds: float | None) -> None:
+        """Book the replicas' messages. Waits up to `seconds` (None: for ever) if there are none
+        yet.
+        """
         for _ in range(self._replicas.wait(seconds)):
             with uninterrupted(), self.reset_on_error():
                 self._book(*self._replicas.pop())
@@ -149,9 +158,7 @@ class ReplicatedCore(Core[RemoteRequest]):
             "%s; its %d unfinished requests go to another replica, and it is %s%s",
             how,
             len(lost),
-            "restarted"
-            if again
-            else "not restarted: it has ended too often, or the weights have been updated",
+            _what_follows(again, self._replicas.are_held),
             trace,
         )
         if self._replicas.is_broken:
@@ -221,3 +228,10 @@ class ReplicatedCore(Core[RemoteRequest]):
             "num_replica_restarts": self._replicas.num_restarts,
             "replicas": {str(number): each.metrics for number, each in found.items()},
         }
+
+
+def _what_follows(again: bool, held: bool) -> str:
+    """What becomes of a replica that has ended, in words."""
+    if not again:
+        return "not restarted: it has ended too often, or the weights have been updated"
+    return "restarted when the engine goes on" if held else "restarted"

@@ -116,6 +116,8 @@ class Replicas:
         self._num_questions = 0
         self._write: Callable[[list[str]], None] | None = None  # writes their recordings
         self.is_broken, self._restarts = False, True
+        self._ended: list[int] | None = None  # to be restarted later; None: at once
+        self._last_end: tuple[int, Ended] | None = None
 
     @property
     def num_restarts(self) -> int:
@@ -125,6 +127,16 @@ class Replicas:
     def ready(self) -> list[int]:
         """Numbers of the replicas that accept requests."""
         return sorted(i for i, replica in self._replicas.items() if replica.facts is not None)
+
+    @property
+    def are_starting(self) -> bool:
+        """Whether any replica is not ready yet."""
+        return len(self.ready) < len(self._replicas)
+
+    @property
+    def are_held(self) -> bool:
+        """Whether all compute nothing, see `hold`."""
+        return self._ended is not None
 
     def launch(self) -> None:
         """Start all processes. Does not wait for them."""
@@ -192,10 +204,12 @@ class Replicas:
 
     def start_again(self, number: int) -> bool:
         """Restart a replica that has ended, unless it has failed too often or the weights are no
-        longer the checkpoint's. Returns whether.
+        longer the checkpoint's: at once, or when `go_on` is called. Returns whether.
         """
         again = self._restarts and self._tries[number] <= MAX_RESTARTS
-        if again:
+        if again and self._ended is not None:
+            self._ended.append(number)
+        elif again:
             try:
                 self._start(number)
             except (OSError, RuntimeError):  # no memory, no process, no thread
@@ -227,7 +241,9 @@ class Replicas:
             replica.process.kill()
         finally:
             replica.outbox.put(None)
-            self._put(number, Ended(wait_for_end(replica.process), failure))
+            ended = Ended(wait_for_end(replica.process), failure)
+            self._last_end = number, ended
+            self._put(number, ended)
             replica.answers.put(None)
 
     def _put(self, number: int, message: Any) -> None:
@@ -322,17 +338,35 @@ class Replicas:
 
         Raises:
             TypeError, ValueError, RuntimeError: if one refuses.
-            WorkerError: if none is left.
+            WorkerError: if none is left, for the end of the last.
         """
         if not self.ask(method, *args, seconds=None):
-            raise WorkerError(0, 1, "", "replica")
+            self.is_broken = True
+            assert self._last_end is not None, "all replicas are starting"
+            raise self.error(*self._last_end)
+
+    def hold(self) -> None:
+        """Have all replicas compute nothing, and restart none until `go_on`: it would miss what the
+        others are told, and take memory that has been given back. All must be ready.
+        """
+        self.tell_all("hold")
+        self._ended = []
+
+    def go_on(self, version: int | str) -> None:
+        """Have all go on, with weights of this version, and restart those that have ended."""
+        self.tell_all("release", version)
+        ended, self._ended = self._ended or [], None
+        for number in ended:
+            if self._restarts:
+                self.start_again(number)
+            else:
+                logger.warning("replica %d is not restarted: the weights have been updated", number)
 
     def keep_as_they_are(self) -> None:
-        """Restart no replica from now on: its weights would be those of the checkpoint."""
+        """Restart no replica from now on: its weights would be those of the checkpoint. None may be
+        starting, see `hold`.
+        """
         self._restarts = False
-        for replica in self._replicas.values():
-            if replica.facts is None:  # it is starting
-                replica.process.kill()
 
     def close(self) -> None:
         """End all replicas. May be called again."""

@@ -20,6 +20,7 @@ class Ranks(Protocol):
     """Runs a method on all ranks, see `Executor`."""
 
     def on_all_ranks(self, method: str, *args: Any) -> AbstractContextManager[Any]: ...
+    def all_could(self, method: str, *args: Any) -> bool: ...
 
 
 class Built(Protocol):
@@ -67,7 +68,11 @@ class Memory(Protocol):
         """Give the memory back, see `Sleeper.sleep`."""
 
     def wake(self, tags: list[str]) -> None:
-        """Take it again, see `Sleeper.wake`."""
+        """Take it again, with what was kept.
+
+        Raises:
+            torch.OutOfMemoryError: if it is not there. No rank of an engine has taken any then.
+        """
 
 
 class RankMemory:
@@ -165,6 +170,13 @@ class RankMemory:
             self._sleeper.sleep(level)
 
     def wake(self, tags: list[str]) -> None:
-        """Take it again."""
-        with self._ranks.on_all_ranks("built.sleeper.wake", tags):
-            self._sleeper.wake(tags)
+        """Take it again: all ranks or none, as each must be able to do what the others do."""
+        if not self._ranks.all_could("built.sleeper.take", tags):
+            with self._ranks.on_all_ranks("built.sleeper.give_back"):
+                self._sleeper.give_back()
+            raise torch.OutOfMemoryError(
+                f"there is not enough memory for {' and '.join(tags)}, which sleep on: free some "
+                "on all GPUs of this engine, and call wake_up() again"
+            )
+        with self._ranks.on_all_ranks("built.sleeper.restore", tags):
+            self._sleeper.restore(tags)

@@ -27,6 +27,7 @@ class Sleeper:
         self._others: list[Piece] = []
         self._copies: list[torch.Tensor] = []  # of the weights, in host memory
         self._has_copies = False
+        self._taken: list[Piece] = []  # by the last `take`
 
     def add(self, piece: Piece) -> None:
         """Give this piece back, too, whose contents nobody needs between two steps."""
@@ -75,23 +76,37 @@ class Sleeper:
             if isinstance(module, OneDnnWeight):
                 module.drop()
 
-    def wake(self, tags: list[str]) -> None:
-        """Take the memory again: of the weights, with their values if these were kept; of the rest.
+    def take(self, tags: list[str]) -> bool:
+        """Take the memory again, of arbitrary contents. Returns whether it was there: if not, none
+        is taken.
+        """
+        by_tag = {WEIGHTS: self._weights, KV_CACHE: self._others}
+        self._taken = [piece for tag in tags for piece in by_tag[tag] if not piece.is_there]
+        try:
+            with computing_on(self._device):
+                for piece in self._taken:
+                    piece.take()
+        except torch.OutOfMemoryError:
+            self.give_back()
+            return False
+        return True
 
-        Raises:
-            torch.OutOfMemoryError: if it is not there. What is missing stays asleep.
+    def give_back(self) -> None:
+        """Give back what the last `take` has taken."""
+        for piece in self._taken:
+            piece.give_back()
+
+    def restore(self, tags: list[str]) -> None:
+        """Fill the memory that was taken: weights with their values, if these were kept; the rest
+        with zeros.
         """
         with computing_on(self._device):
-            if WEIGHTS in tags:
-                for piece in self._weights:
-                    piece.take()
-                if self._has_copies:
-                    for copy, piece in zip(self._copies, self._weights, strict=True):
-                        piece.bytes.copy_(copy, non_blocking=True)
-                    self._has_copies = False
+            if WEIGHTS in tags and self._has_copies:
+                for copy, piece in zip(self._copies, self._weights, strict=True):
+                    piece.bytes.copy_(copy, non_blocking=True)
+                self._has_copies = False
             if KV_CACHE in tags:
                 for piece in self._others:
-                    piece.take()
                     piece.zero()
         if self._device.type == "cuda":
             wait_for_device(self._device)

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 
 import pytest
+import torch
 from invariants import check_scheduler
 
 from checkpoints import (
@@ -366,6 +367,78 @@ def test_engine_waits_without_work(hall, monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_the_last_steps_before_sleep_bring_is_told_at_once(
+    others, device, checkpoint, monkeypatch
+):
+    """They are in flight when it comes, and no step follows: the news waited for the next one."""
+    hall = Hall(checkpoint, monkeypatch, device=device, overlap=True, enable_sleep_mode=True)
+    step, told, length = hall.llm.step, [], 40
+    asked, launched, lulled = threading.Event(), threading.Event(), threading.Event()
+
+    def stepping():
+        if hall.llm.core.metrics.num_steps > 2:
+            assert asked.wait(PATIENCE)
+        step()
+        if len(hall.llm.core.requests) > others and not launched.is_set():
+            launched.set()
+            assert lulled.wait(PATIENCE)  # until sleep is the next command
+
+    async def listen():
+        async for output in hall.async_llm.stream(PROMPT[::-1], greedy(length, ignore_eos=True)):
+            told.extend(output["token_ids"])
+            begun.set()
+
+    async def main():
+        monkeypatch.setattr(hall.llm, "step", stepping)
+        long = [asyncio.create_task(listen()) for _ in range(others)]
+        if others:
+            await begun.wait()
+        short = asyncio.create_task(tokens_of(hall.async_llm, PROMPT, greedy(1)))
+        for _ in range(3):  # turns of the loop
+            await asyncio.sleep(0)
+        asked.set()
+        assert await asyncio.to_thread(launched.wait, PATIENCE)
+        sleep = asyncio.create_task(hall.async_llm.sleep())
+        await asyncio.sleep(0)
+        assert not short.done()
+        lulled.set()
+        await sleep
+        assert await short == reference(checkpoint, PROMPT, 1)
+        assert await hall.async_llm.is_sleeping()
+        for request in hall.llm.core.requests.values():
+            [seq] = request.seqs
+            assert 0 < len(told) == seq.num_tokens - seq.num_prompt_tokens < length
+        await hall.async_llm.wake_up()
+        await asyncio.gather(*long)
+        assert told == reference(checkpoint, PROMPT[::-1], length)[: length * others]
+
+    begun = asyncio.Event()
+    try:
+        asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    finally:
+        hall.async_llm.exit()
+
+
+@pytest.mark.parametrize("method", ["update_weights", "load_adapter"])
+def test_tensors_are_complete_before_the_engine_reads_them(method, hall, monkeypatch):
+    """Work that the caller's thread has queued on the GPU writes them, and no stream of the
+    engine's waits for it.
+    """
+    order = []
+
+    class Stream:
+        def synchronize(self):
+            order.append("written")
+
+    monkeypatch.setattr(hall.llm, method, lambda *_, **__: order.append("read"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    asyncio.run(getattr(hall.async_llm, method)(({}, {})))
+    assert order == ["written", "read"]
+
+
 # -- leaving --------------------------------------------------------------------------------------
 
 
@@ -614,6 +687,30 @@ def test_error_that_closes_the_engine(hall, monkeypatch):
             await hall.metrics()
 
     asyncio.run(main())
+
+
+def test_error_that_closes_the_engine_in_an_update(hall, monkeypatch):
+    """It reaches who has called, and all whose requests wait for the update's end: they waited for
+    ever.
+    """
+
+    def broken(*_):
+        hall.llm.executor.is_broken = True
+        raise RuntimeError("a worker has died")
+
+    async def main():
+        stream = hall.async_llm.stream(PROMPT, greedy(None, ignore_eos=True))
+        await anext(stream)
+        monkeypatch.setattr(hall.llm.executor, "on_all_ranks", broken)
+        with pytest.raises(RuntimeError, match="a worker has died"):
+            await hall.async_llm.start_weight_update()
+        with pytest.raises(RuntimeError, match="a worker has died"):
+            async for output in stream:
+                assert not output.finished
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            await hall.async_llm.start_weight_update()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
 # -- the end --------------------------------------------------------------------------------------

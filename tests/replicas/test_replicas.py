@@ -36,6 +36,7 @@ from nanovllm import (
     WorkerError,
 )
 from nanovllm.replicas import supervisor
+from nanovllm.replicas.messages import News
 from nanovllm.replicas.remote_request import MAX_LOSSES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
@@ -506,6 +507,27 @@ def test_listeners_may_abort_and_raise(two):
     assert not first.finished
 
 
+def told(inbox):
+    """News with outputs in an inbox."""
+    return [each for _, each in [*inbox] if isinstance(each, News) and each.outputs]
+
+
+def test_what_comes_before_a_hold_is_told_by_it(two, monkeypatch):
+    """No step follows until the engine goes on, nor did the listener hear of it before."""
+    heard, inbox = [], two.executor._inbox
+    two.add_request(COUNT.format(3), GREEDY, listener=heard.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(two.core, "_book_all", lambda seconds: None)
+        two.step()
+    wait_until(lambda: any(news.outputs[-1].finished for news in told(inbox)))
+    assert not heard
+    two.core.hold()
+    try:
+        assert heard[-1].finished and not two.core.requests
+    finally:
+        two.core.release(0)
+
+
 def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplog):
     """An error in the model ends each replica that meets it."""
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 0)
@@ -520,6 +542,49 @@ def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplo
     with pytest.raises(RuntimeError, match="this engine is closed"):
         llm.generate([[1, 2]])
     assert traces() == before
+
+
+def test_requests_end_when_none_is_left_in_an_update(checkpoint):
+    """They wait for its end, and would for ever. The reason is that of a replica."""
+    prompts = [[i + 1, 5] for i in range(60)]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+    async def main():
+        async with AsyncLLM(checkpoint, **PLAIN) as llm:
+            begun = asyncio.Event()
+
+            async def ask(prompt):
+                async for _ in llm.stream(prompt, params):
+                    begun.set()
+
+            asked = [asyncio.create_task(ask(prompt)) for prompt in prompts]
+            await begun.wait()
+            await llm.start_weight_update()
+            for each in list(_replicas_of_async().values()):
+                each.process.kill()
+            killed = r"^replica \d was killed by SIGKILL .* This engine is closed"
+            with pytest.raises(WorkerError, match=killed):
+                await llm.start_weight_update()
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            assert any(found)
+            assert {type(error) for error in found} <= {WorkerError, type(None)}
+            with pytest.raises(RuntimeError, match="this engine is closed"):
+                await llm.metrics()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+@pytest.mark.slow
+def test_death_of_all_that_metrics_notice_closes_the_engine(checkpoint, monkeypatch):
+    """The next call waited for replicas for ever."""
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 0)
+    with LLM(checkpoint, **PLAIN) as llm:
+        for each in llm.executor._replicas.values():
+            each.process.kill()
+        wait_until(lambda: len(llm.executor._inbox) == 2)
+        with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+            llm.metrics()
+        assert llm.is_closed
 
 
 # -- start and end ---------------------------------------------------------------------------------

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from new_weights import results, with_other_values
+from new_weights import PROMPTS, results, with_other_values
 from safetensors.torch import load_file
 
-from checkpoints import SMALL, greedy, make_checkpoint, rare
+from checkpoints import SMALL, greedy, make_checkpoint, rare, tokens
+from faults import FAULTS, wait_until
 from nanovllm import LLM, AsyncLLM
 from nanovllm.device_memory.pieces import Piece
 from nanovllm.layers.weights import onednn
+from nanovllm.replicas.messages import Ended
+from nanovllm.replicas.supervisor import Replicas
+from nanovllm.updates import settling
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "enable_sleep_mode": True}
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -160,6 +164,81 @@ def test_requests_that_run_wait_for_the_end_of_sleep(paths: tuple[Path, Path]) -
             return last["token_ids"]
 
     assert asyncio.run(run()) == wanted["token_ids"]
+
+
+@pytest.mark.parametrize("updated", [False, rare(True)])
+def test_replicas_are_restarted_after_sleep(
+    updated: bool, paths: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """None was after the first sleep, and one that was starting was killed. None starts meanwhile:
+    the memory is lent, and it would miss an update.
+    """
+    with LLM(paths[updated], **OPTIONS) as fresh:
+        wanted = tokens(fresh.generate(PROMPTS, greedy(20), use_tqdm=False))
+    with LLM(paths[0], data_parallel_size=2, **OPTIONS) as llm:
+        replicas = llm.executor
+        assert isinstance(replicas, Replicas)
+
+        def kill(number: int) -> None:
+            replicas._replicas[number].process.kill()
+            wait_until(lambda: any(isinstance(each, Ended) for _, each in [*replicas._inbox]))
+            llm.metrics()  # notices that
+
+        kill(0)
+        assert replicas.ready == [1] and replicas.num_restarts == 1
+        llm.sleep()
+        assert replicas.ready == [0, 1], "it does not wait for the start"
+        kill(1)
+        assert not replicas.are_starting and replicas.num_restarts == 1
+        assert "restarted when the engine goes on" in caplog.text
+        llm.wake_up(tags=["weights"])
+        with pytest.raises(ValueError, match="the model has no tensor x"):
+            llm.update_weights(iter([("x", torch.empty(1))]))
+        if updated:
+            llm.update_weights(tensors_of(paths[1]))
+        llm.wake_up()
+        assert replicas.are_starting is not updated
+        assert replicas.num_restarts == 1 + (not updated)
+        assert ("replica 1 is not restarted: the weights" in caplog.text) is updated
+        assert tokens(llm.generate(PROMPTS, greedy(20), use_tqdm=False)) == wanted
+
+
+@pytest.mark.parametrize("size", [2, rare(1)])
+def test_without_memory_the_engine_sleeps_on(
+    size: int, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, inject: Any
+) -> None:
+    """Whichever rank lacks it, all give back what they have taken: two ranks were closed."""
+    take, room, everything = Piece.take, 0, 1000
+
+    def take_if_there_is_room(piece: Piece) -> None:
+        nonlocal room
+        if not room:
+            raise torch.OutOfMemoryError("none left")
+        take(piece)
+        room -= 1
+
+    inject("nanovllm.device_memory.pieces:Piece.take", FAULTS["GPU memory"][0], rank=None)
+    monkeypatch.setattr(Piece, "take", take_if_there_is_room)
+    monkeypatch.setattr(settling, "SMALL", 1)  # a piece for each parameter
+    with LLM(paths[0], tensor_parallel_size=size, **OPTIONS) as llm:
+        before = results(llm)
+        sleeper = llm.model_runner.built.sleeper
+        assert sleeper is not None and len(sleeper._weights) > 3
+        llm.sleep(level=2)
+        # Rank 1 lacks it, then this one does: of the weights, then of the KV cache alone.
+        of_others = [(everything, "weights", 0)] * (size - 1)
+        own = [(3, "weights", 0), (len(sleeper._weights), "kv_cache", len(sleeper._weights))]
+        for free, missing, held in (*of_others, *own):
+            room = free
+            with pytest.raises(torch.OutOfMemoryError, match=rf"enough memory for {missing}"):
+                llm.wake_up()
+            assert llm.is_sleeping()
+            pieces = [*sleeper._weights, *sleeper._others]
+            assert sum(piece.is_there for piece in pieces) == held
+        room = everything
+        llm.wake_up()
+        llm.update_weights(tensors_of(paths[0]))
+        assert results(llm) == before
 
 
 def test_mistakes(paths: tuple[Path, Path]) -> None:
