@@ -65,7 +65,7 @@ MODELS = {
         num_seqs=16,
         shape="qwen3-0.6b",
     ),
-    "qwen3.5-35b-a3b": Model({"max_model_len": 4096}, 35, 29, num_layers=4),
+    "qwen3.5-35b-a3b": Model({"max_model_len": 4096}, 35, 28, num_layers=4),
     "gemma-3-4b": Model({"max_model_len": 16384}, 25, 19, num_layers=7),  # one of them is global
 }
 
