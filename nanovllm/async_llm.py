@@ -150,7 +150,7 @@ class AsyncLLM:
         await self._call(lambda llm: llm.finish_weight_update(weight_version))
 
     async def load_adapter(
-        self, adapter: str | Path | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
+        self, adapter: str | Path | tuple[Any, Mapping[str, torch.Tensor]]
     ) -> None:
         """Merge a LoRA adapter into the checkpoint's weights, see `LLM.load_adapter`. Requests that
         run go on by the new weights.

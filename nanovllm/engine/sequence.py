@@ -188,19 +188,16 @@ class Sequence:
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether its prompt must be computed, whatever is in the prefix cache."""
-        return self._lacks_prompt_logprobs or self.pooling == "mean"
-
-    @property
-    def _lacks_prompt_logprobs(self) -> bool:
         given = self.results.prompt_logprobs
-        return given is not None and len(given) < self.num_prompt_tokens
+        missing = given is not None and len(given) < self.num_prompt_tokens
+        return missing or self.pooling == "mean"
 
     def forget_prompt_logprobs(self) -> None:
         """Forget those of a part of the prompt; the others will be of other weights."""
-        if self._lacks_prompt_logprobs:
-            assert self.results.prompt_logprobs is not None
-            self.results.prompt_logprobs.clear()
-            self.results.prompt_logprobs.append_nothing()
+        given = self.results.prompt_logprobs
+        if given is not None and len(given) < self.num_prompt_tokens:
+            given.clear()
+            given.append_nothing()
 
     @property
     def finish_reason(self) -> str | None:

@@ -33,8 +33,8 @@ class ReplicaMemory:
             WorkerError: if no replica is left.
         """
         begin()
-        self._replicas.keep_as_they_are()
         for parcel, _ in parcels(tensors):
+            self._replicas.keep_as_they_are()
             self._replicas.tell_all("fill_parcel", parcel)
 
     def fill_parcel(self, parcel: Parcel, begin: Callable[[], None]) -> None:
