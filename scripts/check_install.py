@@ -19,6 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from nanovllm import (
     LLM,
     TINY,
@@ -27,10 +30,12 @@ from nanovllm import (
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
+    share_weights,
 )
 
 PROMPT, ANSWER = "127+345=", "472"
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "num_kvcache_blocks": 64, "max_num_seqs": 16}
+CAN_SLEEP = sys.platform == "linux"
 # Contents of Qwen3's generation_config.json, with the tiny checkpoint's end-of-sequence tokens.
 QWEN3_GENERATION = {
     "bos_token_id": 256,
@@ -191,6 +196,54 @@ def refusals(llm: LLM) -> None:
     json.dumps([output.to_dict() for output in outputs])
 
 
+def tensors() -> dict[str, torch.Tensor]:
+    """The weights of the embedded checkpoint."""
+    return load_file(Path(TINY) / "model.safetensors")
+
+
+def adapter() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A LoRA adapter of one layer, which changes nothing: B is 0."""
+    module = "model.layers.0.self_attn.q_proj"
+    num_rows, num_cols = tensors()[f"{module}.weight"].shape
+    parts = {
+        f"base_model.model.{module}.lora_A.weight": torch.ones(2, num_cols),
+        f"base_model.model.{module}.lora_B.weight": torch.zeros(num_rows, 2),
+    }
+    return {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, parts
+
+
+def weights(llm: LLM) -> None:
+    """New weights, which are the old ones, in three ways; an adapter; and sleep."""
+
+    def answers() -> bool:
+        return (
+            text(llm.generate(PROMPT, SamplingParams(temperature=0), use_tqdm=False)[0]) == ANSWER
+        )
+
+    llm.update_weights(tensors(), version="new")
+    assert llm.weight_version == llm.get_weight_version() == "new" and answers()
+    if CAN_SLEEP:
+        with share_weights(tensors()) as message:
+            llm.update_weights_ipc(json.loads(json.dumps(message)))
+        assert answers()
+    llm.start_weight_update()
+    for named in tensors().items():
+        llm.update_weights([named])
+    llm.finish_weight_update()
+    assert answers()
+    llm.load_adapter(adapter())
+    assert llm.metrics()["adapter"] != "none" and answers()
+    llm.unload_adapter()
+    assert llm.metrics()["adapter"] == "none" and answers()
+    if CAN_SLEEP:
+        llm.sleep()
+        assert llm.is_sleeping()
+        llm.wake_up()
+        assert not llm.is_sleeping() and answers()
+    for absent in ABSENT:  # whose errors say what to do instead
+        assert not hasattr(llm, absent)
+
+
 def closing(llm: LLM) -> None:
     """`exit`, twice, and by vLLM's name."""
     llm.exit()
@@ -199,6 +252,7 @@ def closing(llm: LLM) -> None:
     assert llm.is_closed
 
 
+ABSENT = {"init_weight_transfer_engine", "reload_weights", "collective_rpc"}
 # Checks of the public methods and properties; `closing` comes last.
 METHODS: dict[Callable[[LLM], None], set[str]] = {
     fields: {"generate"},
@@ -212,6 +266,11 @@ METHODS: dict[Callable[[LLM], None], set[str]] = {
     },
     timeline: {"trace"},
     refusals: set(),
+    weights: {
+        *("update_weights", "update_weights_ipc", "start_weight_update", "finish_weight_update"),
+        *("weight_version", "get_weight_version", "load_adapter", "unload_adapter"),
+        *("sleep", "wake_up", "is_sleeping", *ABSENT),
+    },
     closing: {"exit", "shutdown"},
 }
 
@@ -219,15 +278,33 @@ METHODS: dict[Callable[[LLM], None], set[str]] = {
 def asynchronous() -> None:
     """Every public method of `AsyncLLM`."""
     tried = {"generate", "stream", "get_tokenizer", "get_default_sampling_params"}
-    tried |= {"metrics", "trace"}
+    tried |= {"metrics", "trace", "update_weights", "update_weights_ipc", "start_weight_update"}
+    tried |= {"finish_weight_update", "get_weight_version", "load_adapter", "unload_adapter"}
+    tried |= {"sleep", "wake_up", "is_sleeping"}
     missing = public(AsyncLLM) ^ (tried | {"exit", "shutdown", "is_closed"})
     assert not missing, f"methods of AsyncLLM without a trial: {missing}"
 
     async def last_text(llm: AsyncLLM) -> str:
         return [text(o) async for o in llm.generate(PROMPT, SamplingParams(temperature=0))][-1]
 
+    async def change(llm: AsyncLLM) -> None:
+        await llm.update_weights(tensors(), version="new")
+        assert await llm.get_weight_version() == "new"
+        await llm.start_weight_update()
+        await llm.update_weights(tensors())
+        await llm.finish_weight_update()
+        await llm.load_adapter(adapter())
+        await llm.unload_adapter()
+        if CAN_SLEEP:
+            with share_weights(tensors()) as message:
+                await llm.update_weights_ipc(message)
+            await llm.sleep()
+            assert await llm.is_sleeping()
+            await llm.wake_up()
+
     async def main() -> None:
-        async with AsyncLLM(TINY, **OPTIONS) as llm:
+        async with AsyncLLM(TINY, **OPTIONS, enable_sleep_mode=CAN_SLEEP) as llm:
+            await change(llm)
             assert await asyncio.gather(*(last_text(llm) for _ in range(3))) == [ANSWER] * 3
             pieces = [text(o) async for o in llm.stream(PROMPT, SamplingParams(temperature=0))]
             assert "".join(pieces) == ANSWER
@@ -266,7 +343,7 @@ def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
     tried = set().union(*METHODS.values())
     assert tried == public(LLM), f"methods of LLM without a trial: {tried ^ public(LLM)}"
-    llm = LLM(TINY, **OPTIONS)
+    llm = LLM(TINY, **OPTIONS, enable_sleep_mode=CAN_SLEEP)
     for trial in METHODS:
         trial(llm)
     asynchronous()
