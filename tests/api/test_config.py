@@ -237,7 +237,6 @@ NOTHING_ASKED = {
     "lora_dtype": "auto",
     "lora_target_modules": None,
     "enable_prefix_caching": None,
-    "enable_sleep_mode": False,
     "hf_overrides": None,
     "hf_token": None,
     "limit_mm_per_prompt": {},
@@ -274,6 +273,7 @@ NOTHING_ASKED = {
     "pooler_config": None,
     "scheduling_policy": "fcfs",
     "use_tqdm_on_load": True,
+    "weight_transfer_config": None,
 }
 
 
