@@ -111,11 +111,6 @@ class Ledger:
         self._come.update(name for name in names if name is not None)
 
     @property
-    def is_tied(self) -> bool:
-        """Whether the LM head has the values of the embedding."""
-        return self._expected.is_tied
-
-    @property
     def has_come(self) -> bool:
         """Whether any tensor has come."""
         return bool(self._come)

@@ -117,7 +117,8 @@ class RankMemory:
         begin()
         if self._size > 1:
             for parcel, own in parcels(tensors):
-                self._check(own)
+                if not isinstance(tensors, list):
+                    self._check(own)
                 self._fill_all(parcel, own)
         elif isinstance(tensors, list):
             self._fill(tensors)

@@ -63,7 +63,7 @@ class Weights:
 
     def _shard(self, name: str) -> Shard:
         """The shard of a tensor; a tied head's is that of the embedding."""
-        is_tied_head = name == HEAD and HEAD not in self._shards
+        is_tied_head = name == HEAD and self.expected.is_tied
         return self._shards[EMBEDDING if is_tied_head else name]
 
     def check(self, tensors: list[Named]) -> None:
@@ -76,7 +76,7 @@ class Weights:
         with computing_on(self._device):
             for name, tensor in tensors:
                 self._shard(name).check(name, TensorSource(tensor))
-            if HEAD not in self._shards and HEAD in found and EMBEDDING in found:
+            if self.expected.is_tied and HEAD in found and EMBEDDING in found:
                 head, embedding = found[HEAD], found[EMBEDDING]
                 if not torch.equal(embedding, head.to(embedding.device, embedding.dtype)):
                     raise ValueError(NOT_TIED)
@@ -96,7 +96,7 @@ class Weights:
 
     def _is_second_end(self, name: str) -> bool:
         """Whether a tensor fills what another has filled: a tied embedding and its head."""
-        if HEAD in self._shards or name not in (EMBEDDING, HEAD):
+        if not self.expected.is_tied or name not in (EMBEDDING, HEAD):
             return False
         before, self._tied_end = self._tied_end, name
         return before is not None
