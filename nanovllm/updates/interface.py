@@ -44,7 +44,7 @@ class Updatable(ABC):
         """Refuse, or have nothing computed during the block."""
 
     def update_weights(self, tensors: Tensors, *, version: Version | None = None) -> None:
-        """Replace all weights, in place, in milliseconds. What was cached of prompts is forgotten.
+        """Replace all weights, in place, in milliseconds. Cached prefixes are forgotten.
 
         Without `start_weight_update` this is a whole update: all tensors of the model must come,
         once. Of a dictionary or list all names, shapes and dtypes are checked before anything is
