@@ -121,7 +121,7 @@ class Group:
 
     def keep_order(self) -> None:
         """Add in the order of ranks from now on. That of libraries depends on the size of x."""
-        self._sums_in_order = True
+        self._sums_in_order = self.size > 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Replace x (float16, bfloat16 or float32) by its sum over the ranks."""

@@ -1,9 +1,12 @@
 """Attention that computes a token alike in a prompt, in a chunk of one and as a decode.
 
 A tile has the queries from one multiple of its size to the next, whichever of them a step has. So
-a position has one place in tiles, and meets the tiles of its keys in one order and in the same loop
-of the kernel: those that all queries of the tile see whole, without masks, then the others.
-What it does not see changes nothing: a masked tile multiplies sums by 1, and adds 0.
+a position has one place in tiles, and meets the tiles of its keys in one order: those that all
+queries of the tile see whole, without masks, then the others. What it does not see changes nothing:
+a masked tile multiplies sums by 1, and adds 0.
+
+On Hopper single queries have smaller tiles than prompts, of as many keys: a warp has 16 rows of
+either, whose products MMA and WGMMA add up in one order (measured: docs/experiments.md, 55).
 
 Keys and values are read from the cache alone, those of the step as well, and are not split: a
 program goes through all keys of its queries.
@@ -17,11 +20,18 @@ import triton.language as tl
 
 from nanovllm.kernels.attention.common import LOG2E, before_keys, metadata
 from nanovllm.kernels.attention.prefill import describe_tiles, prefill_span, prefill_tiles
-from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
+from nanovllm.kernels.device_features import (
+    has_own_kernels,
+    launch_dependents,
+    pdl_options,
+    wait,
+)
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.integers import cdiv, next_power_of_2
+
+FEW_ROWS = 16  # of a tile of single queries: as many as tensor cores need
 
 
 @triton.jit
@@ -84,6 +94,20 @@ def _aligned_kernel(
     tl.store(out_ptr + t * stride_ot + column, out, mask=used)
 
 
+def aligned_tiles(q: torch.Tensor, G: int, max_seqlen_q: int, fp8: bool) -> dict[str, int]:
+    """The tiles of queries q: [T, Hq, D], of G heads for a KV head, at most `max_seqlen_q` of a
+    sequence, and keys like q or in FP8: BLOCK_M, BLOCK_N, and Triton's options.
+    """
+    D = q.shape[2]
+    if has_own_kernels(q) and q.element_size() == 2 and D <= 128 and G <= FEW_ROWS and not fp8:
+        if max_seqlen_q == 1:
+            return {"BLOCK_M": FEW_ROWS, "BLOCK_N": 32, "num_warps": 1, "num_stages": 5}
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 5}
+    rows, keys, warps = prefill_tiles(q, G, 1, fp8)  # those of few queries, for all
+    stages = 2 if D > 128 or fp8 else 3
+    return {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages}
+
+
 def aligned_attention(
     q: torch.Tensor,
     cache: KVCache,
@@ -112,22 +136,22 @@ def aligned_attention(
     (_, Hq, D), (S, Hkv) = q.shape, cache.k.shape[1:3]
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     G, fp8 = Hq // Hkv, cache.k.dtype == FP8
-    BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, 1, fp8)  # those of few queries, for all
+    tile = aligned_tiles(q, G, max_seqlen_q, fp8)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_source, v_source = (x.view(-1, Hkv * D) for x in cache[:2])
     stride_row, tiles = k_source.stride(0), None
-    if not fp8 and S >= BLOCK_N:
-        tiles = describe_tiles(k_source, v_source, BLOCK_N, D)
+    if not fp8 and S >= tile["BLOCK_N"]:
+        tiles = describe_tiles(k_source, v_source, tile["BLOCK_N"], D)
     if tiles is not None:
-        (k_source, v_source), num_warps = tiles, 4
+        k_source, v_source = tiles
+        tile["num_warps"] = min(tile["num_warps"], 4)
     # The first tile of a sequence may have fewer of its queries than fit.
-    grid = (Hkv, cdiv(max_seqlen_q - 1, BLOCK_M // G) + 1, len(cu_seqlens_q) - 1)
+    grid = (Hkv, cdiv(max_seqlen_q - 1, tile["BLOCK_M"] // G) + 1, len(cu_seqlens_q) - 1)
     _aligned_kernel[grid](
         q, k_source, v_source, *cache[2:], out, block_tables, cu_seqlens_q, cu_seqlens_k,
         scoring.sinks, scoring.scale * LOG2E.value, q.stride(0), out.stride(0), stride_row,
         block_tables.stride(0),
         G=G, D=D, D_PAD=next_power_of_2(D), S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=tiles is not None,
-        num_warps=num_warps, num_stages=2 if D > 128 or fp8 else 3, **pdl_options(q),
+        DESCRIBED=tiles is not None, **tile, **pdl_options(q),
     )  # fmt: skip
     return out

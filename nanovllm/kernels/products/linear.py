@@ -8,6 +8,7 @@ multiplies any number of rows alike (`Build.invariant`).
 Letters: T rows, N outputs, K inputs.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,7 @@ from nanovllm.kernels.device_features import (
     TILE_ROWS,
     can_describe,
     describe,
+    has_own_kernels,
     has_room,
     launch_dependents,
     load_tile,
@@ -37,6 +39,17 @@ PROGRAMS = 128  # to run at once
 MAX_ROWS = 256  # for products by tiles
 PART = 2**24  # elements of a part in `multiply_parts`, which stays in the L2 cache
 NEIGHBOURS = 32  # tiles of rows that the programs of the same weights compute, in `by_one_tile`
+# Tiles on Hopper, all by WGMMA: the largest that fill the GPU are the fastest (measured on an H200).
+WGMMA_TILES = (
+    Tiles(256, 128, 64, warps=8, stages=3),
+    Tiles(128, 128, 64, warps=8),
+    Tiles(128, 64, 128, stages=3),
+    Tiles(64, 128, 64, warps=8),
+    Tiles(64, 64, 128),
+    Tiles(32, 64, 256, stages=3),
+    Tiles(16, 64, 128),
+)
+ENOUGH_PROGRAMS = 96  # that they fill it
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -152,15 +165,21 @@ def _one_tile_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def one_tile(weight: torch.Tensor) -> Tiles:
-    """The tile of all products by a weight [N, K]. Narrow ones let more programs read a weight of
-    few rows. Not tuned.
+def alike_tiles(weight: torch.Tensor, T: int) -> Tiles:
+    """Tiles for T rows of a weight [N, K], of which every row has the same bits by all that any T
+    gets. On Hopper these follow T, as its WGMMA adds up the inputs of an output in one order,
+    whatever the size of the tile (measured: docs/experiments.md, 55); elsewhere they do not.
     """
     N = len(weight)
     if weight.dtype not in HALF:
         return Tiles(32, 32, 32, stages=2)
     if not has_room(weight):
         return Tiles(64, 64, 64, stages=2)
+    if has_own_kernels(weight):
+        rows = max(16, next_power_of_2(T))
+        fitting = [tiles for tiles in WGMMA_TILES if tiles.block_t <= rows]
+        filling = (tiles for tiles in fitting if math.prod(tiles.grid(T, N)) >= ENOUGH_PROGRAMS)
+        return next(filling, fitting[-1])
     if N <= 2048:
         return Tiles(64, 32, 128)
     return Tiles(64, 64, 128) if N <= 8192 else Tiles(64, 128, 64, warps=8)
@@ -180,7 +199,7 @@ def by_one_tile(
         bias: [N]; None: 0.
         out: [T, N], contiguous, output buffer; None: a new one.
     """
-    (T, K), N, tile = x.shape, len(weight), one_tile(weight)
+    (T, K), N, tile = x.shape, len(weight), alike_tiles(weight, len(x))
     if out is None:
         out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     assert out.is_contiguous(), "rows are written whole"
