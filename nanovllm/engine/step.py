@@ -56,7 +56,7 @@ class Step:
         device: torch.device,
     ) -> None:
         self.model, self._group = model, build.group
-        self._invariant = build.invariant
+        self._fixed_tiles = build.fixed_tiles
         self._compute: Compute = model
         self.compute_logits: ComputeLogits = model.compute_logits
         if build.one_by_one:
@@ -79,7 +79,7 @@ class Step:
             assert context.slots is not None
             decode_slots = context.slots[: context.num_decodes]
             input_ids = fill_in(input_ids, decode_slots, self.last_tokens)
-            if self._invariant:  # before the embedding: later kernels may read them early
+            if self._fixed_tiles:  # before the embedding: later kernels may read them early
                 decodes_as_prompts(context)
         with use_context(context):
             hidden = states = self._compute(input_ids, inputs.positions)

@@ -51,7 +51,7 @@ def score_own_tokens(
     tokens: torch.Tensor,
     distributions: Distributions,
     which: NDArray[np.bool_],
-    invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> Scored:
     """Log-probabilities of drawn tokens by the logits as they are. Where our kernels run, nothing
     is copied from the host.
@@ -61,7 +61,7 @@ def score_own_tokens(
         tokens: [n] int32, drawn; negative: none.
         distributions: n distributions of all rows, without bounds.
         which: [n], rows that are wanted, whose divisors are not 0.
-        invariant: see `logprobs_of`.
+        batch_invariant: see `logprobs_of`.
     """
     places = np.where(which, np.arange(len(which)), -1).astype(np.int32)
     if not runs_kernels(logits):
@@ -69,11 +69,17 @@ def score_own_tokens(
         rows = torch.from_numpy(places).to(logits.device)
         distributions = Distributions(*(part[rows.long()] for part in distributions))
         tokens = tokens[rows.long()]
-    return Scored(places, logprobs_of(logits, tokens, 0, distributions, invariant=invariant))
+    return Scored(
+        places, logprobs_of(logits, tokens, 0, distributions, batch_invariant=batch_invariant)
+    )
 
 
 def report_draws(
-    logits: torch.Tensor, drawn: Drawn, controls: Controls, places: Int32, invariant: bool = False
+    logits: torch.Tensor,
+    drawn: Drawn,
+    controls: Controls,
+    places: Int32,
+    batch_invariant: bool = False,
 ) -> tuple[list[Scored], Left | None]:
     """The reports on draws of rows with controls.
 
@@ -82,7 +88,7 @@ def report_draws(
         drawn: the draws.
         controls: controls of the rows.
         places: [n] int32, their places among the rows that sample.
-        invariant: see `logprobs_of`.
+        batch_invariant: see `logprobs_of`.
     """
     reports = controls.reports
     is_asked, is_raw = reports.num_logprobs >= 0, reports.modes == RAW
@@ -91,7 +97,9 @@ def report_draws(
     if has_own:
         sources = [(logits, is_asked & is_raw), (drawn.logits, is_asked & ~is_raw)]
     scored = [
-        _score(x, drawn, controls, which, places, invariant) for x, which in sources if which.any()
+        _score(x, drawn, controls, which, places, batch_invariant)
+        for x, which in sources
+        if which.any()
     ]
     rows = np.flatnonzero(reports.masks).astype(np.int32)
     if not has_own or not len(rows):
@@ -105,7 +113,7 @@ def _score(
     controls: Controls,
     which: NDArray[np.bool_],
     places: Int32,
-    invariant: bool,
+    batch_invariant: bool,
 ) -> Scored:
     """The log-probabilities of the rows `which`: [n], by their distributions of these logits."""
     reports, rows = controls.reports, np.flatnonzero(which).astype(np.int32)
@@ -125,7 +133,7 @@ def _score(
         int(reports.num_logprobs[rows].max()),
         Distributions(index, divisors, least),
         Labels(*labels) if len(tokens) else None,
-        invariant,
+        batch_invariant,
     )
     return Scored(places[rows], found, entries, tokens)
 

@@ -51,7 +51,7 @@ def choose_build(
         softcap=model_config.attn_logit_softcapping > 0,
         sinks=model_config.attention_sinks,
         fp8=cache_dtype == FP8,
-        invariant=config.batch_invariant,
+        batch_invariant=config.batch_invariant,
     )
     backend, reason = select_backend(config.attention_backend, needs)
     max_model_len = config.longest(model_config.max_position_embeddings)

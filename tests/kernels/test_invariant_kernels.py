@@ -27,7 +27,7 @@ from nanovllm.distributed.group import Group
 from nanovllm.kernels.activation import quantized_act_and_mul
 from nanovllm.kernels.attention.aligned import aligned_attention
 from nanovllm.kernels.attention.rope import qk_norm_rope_store
-from nanovllm.kernels.experts.gated_experts import gated_experts, invariant_experts
+from nanovllm.kernels.experts.gated_experts import experts_by_fixed_tiles, gated_experts
 from nanovllm.kernels.experts.routing import route
 from nanovllm.kernels.experts.weights import ExpertWeights
 from nanovllm.kernels.fp8 import quantize
@@ -171,7 +171,7 @@ def test_norms(parts: int, act_block: int | None) -> None:
 
     def norm(x: torch.Tensor, residual: torch.Tensor) -> Any:
         x = x.transpose(0, 1).contiguous() if parts else x
-        return add_rms_norm(x, residual, weight, 1e-6, act_block=act_block, invariant=True)
+        return add_rms_norm(x, residual, weight, 1e-6, act_block=act_block, fixed_tiles=True)
 
     assert_alike(norm, x, residual)
     one, _ = norm(x[:1], residual[:1])
@@ -194,7 +194,7 @@ def test_rotated_heads(count: int) -> None:
     def rotated(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cache = KVCache.empty((20, 16, HKV, D), HALF, torch.device(DEVICE))
         how = QKNormRope(norms, False, turn, positions[rows], positions[rows])
-        out = qk_norm_rope_store(x[rows], how, cache, HALF, invariant=True)
+        out = qk_norm_rope_store(x[rows], how, cache, HALF, fixed_tiles=True)
         return out, cache.k.flatten(0, 1)[rows]
 
     whole = rotated(torch.arange(count, device=DEVICE))
@@ -323,7 +323,7 @@ def test_experts(name: str) -> None:
     logits[:, 0] += 4
 
     def compute(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return invariant_experts(x, weights, *route(logits, 2, True))
+        return experts_by_fixed_tiles(x, weights, *route(logits, 2, True))
 
     out, wanted = compute(x, logits), gated_experts(x, weights, *route(logits, 2, True))
     assert out.dtype == torch.float32 and (out - wanted).norm() < 0.01 * wanted.norm()
@@ -341,7 +341,7 @@ def test_experts_keep_codes_that_have_no_tile_elsewhere(tmp_path: Path) -> None:
     assert not layer.self_attn.qkv_proj.weight.has_kernels
     assert layer.mlp.experts.gate_up.has_kernels and layer.mlp.experts.down.has_kernels
     dequantize(model)
-    assert layer.self_attn.qkv_proj.weight.invariant
+    assert layer.self_attn.qkv_proj.weight.fixed_tiles
     assert isinstance(layer.mlp.experts.down, QuantizedWeight)
 
 

@@ -3,7 +3,7 @@
 A library's product of a few rows leaves much of the GPU idle. Two kernels are faster
 (docs/experiments.md): that of a single row (`row.py`), and one that may split the sum (split-K)
 into partial results, which the next kernel adds. Everything else goes to `F.linear`. A third kernel
-multiplies any number of rows alike (`Build.invariant`).
+multiplies any number of rows alike (`Build.fixed_tiles`).
 
 Letters: T rows, N outputs, K inputs.
 """
