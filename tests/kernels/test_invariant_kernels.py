@@ -32,7 +32,7 @@ from nanovllm.kernels.experts.routing import route
 from nanovllm.kernels.experts.weights import ExpertWeights
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.norm import add_rms_norm
-from nanovllm.kernels.products import fp8_half, fp8_linear, int4_linear, int8_linear
+from nanovllm.kernels.products import fp8_half, fp8_linear, int4_linear, int8_linear, linear
 from nanovllm.kernels.products.linear import by_one_tile
 from nanovllm.kernels.recurrent import delta_tokens, short_conv
 from nanovllm.kernels.recurrent.delta_prompt import chunks_of
@@ -76,6 +76,23 @@ def _parts(result: Any) -> list[torch.Tensor]:
         if isinstance(result, tuple)
         else [result]
     )
+
+
+def variants_of(module: Any, name: str, patch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The constants of each launch of a module's kernel from now on."""
+    variants: list[dict[str, Any]] = []
+    kernel = getattr(module, name)
+
+    class Spy:
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            def launch(*args: Any, **constants: Any) -> Any:
+                variants.append(constants)
+                return kernel[grid](*args, **constants)
+
+            return launch
+
+    patch.setattr(module, name, Spy())
+    return variants
 
 
 def half(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -147,6 +164,28 @@ def test_products_by_codes(name: str) -> None:
     if kernels is fp8_linear:
         codes = quantize(x, fp8_linear.act_block_of(weight))
         assert kernels.by_one_tile(codes, weight, HALF, bias).equal(out)
+
+
+@pytest.mark.parametrize("way", ["16 bits", "int4"])
+def test_rows_anywhere_in_memory_have_one_kernel(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that begin at no multiple of 16 bytes, and a single one, which PyTorch calls
+    contiguous whatever its stride is.
+    """
+    if way == "int4":
+        variants = variants_of(int4_linear, "_int4_tiles_kernel", monkeypatch)
+        codes = int4_weight(128, 512, 128)
+        K, product = 512, partial(int4_linear.by_one_tile, weight=codes, dtype=HALF)
+    else:
+        variants = variants_of(linear, "_one_tile_kernel", monkeypatch)
+        K, product = 136, partial(by_one_tile, weight=half(70, 136, seed=1) / 12)
+    wide, rows = half(3, K + 5), half(3, K)
+    for count in (1, 3):
+        wanted = product(rows[:count])
+        for begin in (0, 3, 5):
+            wide[:, begin : begin + K] = rows
+            assert product(wide[:count, begin : begin + K]).equal(wanted), (count, begin)
+    assert len(variants) == 8 and all(each == variants[0] for each in variants)
+    assert variants[0]["TMA"] or DEVICE == "cuda", "the other kernel is chosen nowhere"
 
 
 def test_head_in_int8() -> None:
@@ -427,18 +466,7 @@ def test_log_probabilities(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="what runs there is what counts")
 def test_one_variant_finds_any_number_of_likely_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another variant might add in another order."""
-    variants = []
-    kernel = logprobs_kernels._logprobs_kernel
-
-    class Spy:
-        def __getitem__(self, grid: Any) -> Callable[..., Any]:
-            def launch(*args: Any, **constants: Any) -> Any:
-                variants.append(constants)
-                return kernel[grid](*args, **constants)
-
-            return launch
-
-    monkeypatch.setattr(logprobs_kernels, "_logprobs_kernel", Spy())
+    variants = variants_of(logprobs_kernels, "_logprobs_kernel", monkeypatch)
     logits, drawn = half(3, 5000), torch.zeros(3, dtype=torch.int32, device=DEVICE)
     for N in (0, 1, 5, MAX_LOGPROBS):
         found = Logprobs.empty(3, N, 0, drawn.device)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from nanovllm.kernels.device_features import (
     TILE_ROWS,
+    adjacent_rows,
     can_describe,
     describe,
     has_room,
@@ -184,8 +185,7 @@ def by_one_tile(
     if out is None:
         out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     assert out.is_contiguous(), "rows are written whole"
-    # Rows that lie apart are copied, not described: that would be another kernel.
-    x = x.contiguous()
+    x = adjacent_rows(x)  # rows that lie apart may have another kernel
     tma = x.dtype in HALF and can_describe(x) and can_describe(weight)
     row_tiles, output_tiles, _ = tile.grid(T, N)
     _one_tile_kernel[(row_tiles * output_tiles,)](
