@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -57,11 +58,9 @@ class Step:
     ) -> None:
         self.model, self._group = model, build.group
         self._fixed_tiles = build.fixed_tiles
-        self._compute: Compute = model
-        self.compute_logits: ComputeLogits = model.compute_logits
-        if build.one_by_one:
-            self._compute = OneByOne(model)
-            self.compute_logits = self._compute.compute_logits
+        self._one_by_one = OneByOne(model) if build.one_by_one else None
+        self._compute: Compute = self._one_by_one or model
+        self.compute_logits: ComputeLogits = (self._one_by_one or model).compute_logits
         self._max_model_len = build.max_model_len
         self.sampler = Sampler(vocab_size, build.group)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
@@ -69,6 +68,10 @@ class Step:
         if device.type != "cpu":
             shape = max_num_seqs, model.lm_head.weight.num_rows
             self.logits = torch.empty(shape, dtype=build.dtype, device=device)
+
+    def abridged(self) -> AbstractContextManager[None]:
+        """The scope of steps that only show what steps need, see `OneByOne.abridged`."""
+        return nullcontext() if self._one_by_one is None else self._one_by_one.abridged()
 
     def run_model(self, inputs: StepInputs) -> Computed:
         """Compute a step."""
