@@ -200,7 +200,8 @@ class Config:
             uses plain PyTorch expressions.
         batch_invariant: compute each token alike, whatever else is in its step: its log-probability
             has the same bits alone and in a batch, in chunks, after a hit in the prefix cache or a
-            preemption (docs/reproducible.md). Slower; on a CPU much slower.
+            preemption (docs/reproducible.md). Slower; on a CPU much slower, and with bits that
+            depend on the number of PyTorch's threads, of which replicas have a part each.
         overlap: launch each step before the tokens of the previous one are read; None does so on
             CUDA. False is the plain synchronous loop.
         load_format: "auto" or "safetensors" reads the checkpoint's weights; "dummy" draws random

@@ -25,7 +25,7 @@ def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend
     if choice == "auto" and needs.device.type == "cpu":
         return TorchBackend(), "the one for CPUs"  # Triton's interpreter is for tests
     backends = BACKENDS
-    if needs.invariant:
+    if needs.batch_invariant:
         backends = [InvariantBackend, FlashAttentionBackend, TorchBackend]
     refusals: list[str] = []
     for backend in backends:

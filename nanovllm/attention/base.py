@@ -22,7 +22,7 @@ class AttentionNeeds:
     softcap: bool = False  # see `Scoring`
     sinks: bool = False
     fp8: bool = False  # whether keys and values are in 8 bits, see `KVCache`
-    invariant: bool = False  # whether a token's result must not depend on others, see `Build`
+    batch_invariant: bool = False  # whether a token's result must not depend on others, see `Build`
 
 
 class QKV(NamedTuple):

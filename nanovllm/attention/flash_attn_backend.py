@@ -36,7 +36,7 @@ class FlashAttentionBackend(TritonStore):
             return f"head_dim {needs.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if needs.fp8:
             return "does not support an FP8 KV cache with exponents per token and head"
-        if needs.invariant:
+        if needs.batch_invariant:
             return "divides keys by what else is in the batch"
         if needs.softcap or needs.sinks:
             return "this model has soft-capped scores or attention sinks"

@@ -1,4 +1,4 @@
-"""Attention through one Triton kernel for prompts and decodes, for `Build.invariant`."""
+"""Attention through one Triton kernel for prompts and decodes, for `Config.batch_invariant`."""
 
 import torch
 

@@ -4,7 +4,8 @@ The results of PyTorch's products, sums and attention depend on the shapes of th
 on what else is in a step. Those of a step of one token depend on the tokens before it alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -26,24 +27,43 @@ class OneByOne:
     """
 
     def __init__(self, model: "Qwen3ForCausalLM") -> None:
-        self._model = model
+        self._model, self._is_abridged = model, False
+
+    @contextmanager
+    def abridged(self) -> Iterator[None]:
+        """Have a step compute its last token alone, as if its context were the longest, and copies
+        of its results for the others: enough to know what memory and which kernels steps need.
+        """
+        self._is_abridged = True
+        try:
+            yield
+        finally:
+            self._is_abridged = False
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Compute hidden states [T, M] from input_ids and positions, both [T] int32; only the rows
         [n, M] of `Context.kept_rows`, if it is set.
         """
-        context, rows = get_context(), []
-        for row, own in enumerate(_single_tokens(context)):
+        context, rows, T = get_context(), [], len(input_ids)
+        single: Iterable[tuple[int, Context]] = enumerate(_single_tokens(context))
+        if self._is_abridged:
+            sequence, longest = len(context.context_lens) - 1, context.max_seqlen_k or None
+            single = [(T - 1, _single(context, T - 1, sequence, longest))]
+        for row, own in single:
             with use_context(own):
                 token = slice(row, row + 1)
                 rows.append(self._model(input_ids[token], positions[token]))
+        rows += [rows[0].clone() for _ in range(T - len(rows))]
         hidden = torch.cat(rows)
         return hidden if context.kept_rows is None else hidden.index_select(0, context.kept_rows)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the columns of this rank, [n, M] -> [n, V]; `out` is not used."""
         # Copies: a library's product may depend on where in memory its input begins.
-        return torch.cat([self._model.compute_logits(row.clone()) for row in hidden.split(1)])
+        computed = hidden[:1] if self._is_abridged else hidden
+        rows = [self._model.compute_logits(row.clone()) for row in computed.split(1)]
+        rows += [rows[0].clone() for _ in range(len(hidden) - len(rows))]
+        return torch.cat(rows)
 
 
 def _single_tokens(context: Context) -> Iterator[Context]:

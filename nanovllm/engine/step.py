@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -56,12 +57,10 @@ class Step:
         device: torch.device,
     ) -> None:
         self.model, self._group = model, build.group
-        self._invariant = build.invariant
-        self._compute: Compute = model
-        self.compute_logits: ComputeLogits = model.compute_logits
-        if build.one_by_one:
-            self._compute = OneByOne(model)
-            self.compute_logits = self._compute.compute_logits
+        self._fixed_tiles = build.fixed_tiles
+        self._one_by_one = OneByOne(model) if build.one_by_one else None
+        self._compute: Compute = self._one_by_one or model
+        self.compute_logits: ComputeLogits = (self._one_by_one or model).compute_logits
         self._max_model_len = build.max_model_len
         self.sampler = Sampler(vocab_size, build.group)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
@@ -69,6 +68,10 @@ class Step:
         if device.type != "cpu":
             shape = max_num_seqs, model.lm_head.weight.num_rows
             self.logits = torch.empty(shape, dtype=build.dtype, device=device)
+
+    def abridged(self) -> AbstractContextManager[None]:
+        """The scope of steps that only show what steps need, see `OneByOne.abridged`."""
+        return nullcontext() if self._one_by_one is None else self._one_by_one.abridged()
 
     def run_model(self, inputs: StepInputs) -> Computed:
         """Compute a step."""
@@ -79,7 +82,7 @@ class Step:
             assert context.slots is not None
             decode_slots = context.slots[: context.num_decodes]
             input_ids = fill_in(input_ids, decode_slots, self.last_tokens)
-            if self._invariant:  # before the embedding: later kernels may read them early
+            if self._fixed_tiles:  # before the embedding: later kernels may read them early
                 decodes_as_prompts(context)
         with use_context(context):
             hidden = states = self._compute(input_ids, inputs.positions)

@@ -103,6 +103,15 @@ def can_describe(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and aligned
 
 
+def adjacent_rows(x: torch.Tensor) -> torch.Tensor:
+    """The matrix x: [T, K], or a copy, whose memory depends on K alone: rows one behind the other,
+    the first at a multiple of 16 bytes. So `can_describe` says the same of all of them. (PyTorch
+    calls a single row contiguous, whatever its stride is.)
+    """
+    x = x.contiguous().view(-1).view(x.shape)
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def spare_rows(
     num_rows: int, *shape: int, like: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:

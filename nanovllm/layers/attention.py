@@ -132,8 +132,8 @@ class Attention(StatefulLayer):
                 from nanovllm.kernels.attention.rope import qk_norm_rope_store
 
                 how = self._norm_rope(positions, context.slot_mapping)
-                dtype, invariant = self.build.dtype, self.build.invariant
-                qkv = qk_norm_rope_store(qkv, how, self.cache, dtype, invariant)
+                dtype, fixed_tiles = self.build.dtype, self.build.fixed_tiles
+                qkv = qk_norm_rope_store(qkv, how, self.cache, dtype, fixed_tiles)
                 q, k, v = qkv.split(self.head_counts, dim=1)
             else:
                 q, k, v = qkv.split(self.head_counts, dim=1)

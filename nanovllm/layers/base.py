@@ -50,8 +50,8 @@ class Build(NamedTuple):
     path: str = ""
 
     @property
-    def invariant(self) -> bool:
-        """Whether our kernels compute a row alike among any others: `batch_invariant`, if used."""
+    def fixed_tiles(self) -> bool:
+        """Whether kernels compute any number of rows by the same tiles, for `batch_invariant`."""
         return self.batch_invariant and self.fused
 
     @property

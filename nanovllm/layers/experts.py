@@ -135,7 +135,7 @@ class Experts(Layer):
             return sum_over_ranks(out, group)
         if group.size == 1 or group.can_exchange(x):  # the norm that follows sums
             return out
-        whole = sum_in_order(out) if self.build.invariant else out.sum(0, dtype=torch.float32)
+        whole = sum_in_order(out) if self.build.fixed_tiles else out.sum(0, dtype=torch.float32)
         return sum_over_ranks(whole.to(x.dtype), group)
 
     def multiply(
@@ -154,9 +154,9 @@ class Experts(Layer):
         """
         if not self.build.fused:
             return self._by_expert(x, experts, weights)
-        from nanovllm.kernels.experts.gated_experts import gated_experts, invariant_experts
+        from nanovllm.kernels.experts.gated_experts import experts_by_fixed_tiles, gated_experts
 
-        multiply = invariant_experts if self.build.invariant else gated_experts
+        multiply = experts_by_fixed_tiles if self.build.fixed_tiles else gated_experts
         return multiply(x, self._weights(), experts, weights)
 
     def _weights(self) -> "ExpertWeights":

@@ -119,7 +119,7 @@ class RMSNorm(Layer):
             out=out,
             plus_one=self.plus_one,
             act_block=self.act_block,
-            invariant=self.build.invariant,
+            fixed_tiles=self.build.fixed_tiles,
         )
 
     def whole_forward(self, x: Hidden, residual: Residual = None) -> torch.Tensor:

@@ -36,11 +36,15 @@ class ControlledSampler:
     Args:
         vocab_size: vocabulary size V.
         num_slots: number of slots in the table of counts.
-        invariant: whether kernels compute a row alike, whatever the controls of others.
+        batch_invariant: whether kernels compute a row alike, whatever the controls of others.
     """
 
-    def __init__(self, vocab_size: int, num_slots: int, invariant: bool = False) -> None:
-        self.vocab_size, self.num_slots, self.invariant = vocab_size, num_slots, invariant
+    def __init__(self, vocab_size: int, num_slots: int, batch_invariant: bool = False) -> None:
+        self.vocab_size, self.num_slots, self.batch_invariant = (
+            vocab_size,
+            num_slots,
+            batch_invariant,
+        )
         # [num_slots, V] int16: count of each token in the completion, its sign bit set if the
         # token is in the prompt.
         self.counts: torch.Tensor | None = None
@@ -99,7 +103,7 @@ class ControlledSampler:
         )
         masks = upload_beside(logits.device, controls.masks)
         span, (temperatures, keys, positions, slots, _) = vocab_span(self.vocab_size), metadata
-        filters = controls.has_filters or self.invariant
+        filters = controls.has_filters or self.batch_invariant
         weighs = span == kernels.SPAN and not filters
         x, tops, weights = kernels.process(
             logits, slots, masks, mask_rows, starts, edit_tokens, biases, penalties,

@@ -5,6 +5,7 @@ could have been drawn, and pooled hidden states.
 All ranks take part, because each rank has a part of the logits; rank 0 gets the results.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -28,8 +29,9 @@ from nanovllm.utils.device import upload
 
 # Bytes per logit of a row with controls: the logit itself, collected from all ranks (6), edited
 # (4), gathered to search for thresholds (4), and the count of its token (2). Where these have been
-# gathered, the bits of the tokens that could be drawn are written later: an eighth of a byte.
-BYTES = 16
+# gathered, the bits of the tokens that could be drawn are written later, and stay until the step
+# after has been launched: an eighth of a byte.
+BYTES = 16.125
 
 
 class Extras:
@@ -41,7 +43,7 @@ class Extras:
         max_num_seqs: maximum number of sequences that run at once.
         group: ranks of the model.
         last_tokens: [max_num_seqs + 1] int32, see `Step`.
-        invariant: whether a row's results have the same bits whatever other rows there are.
+        batch_invariant: whether a row's results have the same bits whatever other rows there are.
 
     Attributes:
         max_bytes: most bytes of device memory that these results of one step may need.
@@ -54,16 +56,16 @@ class Extras:
         max_num_seqs: int,
         group: Group,
         last_tokens: torch.Tensor,
-        invariant: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self._vocab_size, self._group, self._last_tokens = vocab_size, group, last_tokens
-        self._invariant = invariant
-        self.prompt_logprobs = PromptLogprobs(compute_logits, vocab_size, group, invariant)
-        self._pooling = Pooling(invariant)
-        self.sampler = ControlledSampler(vocab_size, max_num_seqs + 1, invariant)
+        self._batch_invariant = batch_invariant
+        self.prompt_logprobs = PromptLogprobs(compute_logits, vocab_size, group, batch_invariant)
+        self._pooling = Pooling(batch_invariant)
+        self.sampler = ControlledSampler(vocab_size, max_num_seqs + 1, batch_invariant)
         self._max_num_seqs = max_num_seqs
         self._whole: Distributions | None = None  # of all rows that may sample
-        self.max_bytes = BYTES * max_num_seqs * vocab_size
+        self.max_bytes = math.ceil(BYTES * max_num_seqs * vocab_size)
 
     def compute(
         self, plan: StepPlan, batch: Batch, computed: Computed, controls: Controls | None
@@ -103,7 +105,7 @@ class Extras:
             self._whole = Distributions.of_model(self._max_num_seqs, logits.device)
         rows, _, least = (part[: len(logits)] for part in self._whole)
         own = Distributions(rows, computed.logprob_divisors, least)
-        return [score_own_tokens(logits, computed.tokens, own, which, self._invariant)]
+        return [score_own_tokens(logits, computed.tokens, own, which, self._batch_invariant)]
 
     def sample(
         self,
@@ -141,10 +143,10 @@ class Extras:
             self._last_tokens.index_copy_(0, metadata.slots.long(), tokens)
         else:
             drawn = Drawn(plain.clamp(min=0), logits)
-            if controls.draws or self._invariant:
+            if controls.draws or self._batch_invariant:
                 drawn = self.sampler(logits, metadata, controls, self._last_tokens)
             tokens = self._group.broadcast(drawn.tokens)  # the other ranks wait for them
-            scored, left = report_draws(logits, drawn, controls, own, self._invariant)
+            scored, left = report_draws(logits, drawn, controls, own, self._batch_invariant)
         tokens = torch.where(plain < 0, plain, tokens)
         computed.tokens.index_copy_(0, rows.long(), tokens)
         return scored, left

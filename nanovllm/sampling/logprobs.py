@@ -102,7 +102,7 @@ def logprobs_of(
     num_logprobs: int,
     distributions: Distributions | None = None,
     labels: Labels | None = None,
-    invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> Logprobs:
     """Log-probabilities of drawn tokens, of the most likely ones, and of labels.
 
@@ -112,7 +112,8 @@ def logprobs_of(
         num_logprobs: number of most likely tokens, at most V of which are found.
         distributions: m distributions; None: the model's own of all rows.
         labels: K further tokens; None: there are none.
-        invariant: whether PyTorch, too, computes a row alike, whatever others there are, and want.
+        batch_invariant: whether PyTorch, too, computes a row alike, whatever others there are, and
+            want.
     """
     m, N, device = len(tokens), min(num_logprobs, logits.shape[1]), logits.device
     if labels is not None:
@@ -127,7 +128,7 @@ def logprobs_of(
         assert distributions is not None
         logprobs(logits, tokens, *distributions, found.token_ids, found.values, found.ranks)
     else:
-        _by_torch(logits, tokens, distributions, found, invariant)
+        _by_torch(logits, tokens, distributions, found, batch_invariant)
     if labels is not None:
         assert distributions is not None, "labels of rows that nobody has named"
         found.labels.copy_(_of_labels(logits, found, distributions, labels))
@@ -139,14 +140,14 @@ def _by_torch(
     tokens: torch.Tensor,
     distributions: Distributions | None,
     found: Logprobs,
-    invariant: bool,
+    batch_invariant: bool,
 ) -> None:
     """Fill in what `logprobs` of the kernels does, for `ROWS` at a time: some copies of each. If
-    `invariant`, for one; and equally likely tokens in an order that does not depend on N.
+    `batch_invariant`, for one; and equally likely tokens in an order that does not depend on N.
     """
     N = found.token_ids.shape[1] - 1
-    num_found = min(MAX_LOGPROBS, logits.shape[1]) if invariant else N
-    size = 1 if invariant else ROWS
+    num_found = min(MAX_LOGPROBS, logits.shape[1]) if batch_invariant else N
+    size = 1 if batch_invariant else ROWS
     for begin in range(0, len(tokens), size):
         part = slice(begin, begin + size)
         if distributions is None:

@@ -11,12 +11,12 @@ class Pooling:
     """Hidden states of prompts, pooled over the steps that compute them.
 
     Args:
-        invariant: whether to add one after another, so that it does not matter how a prompt was
-            divided into steps.
+        batch_invariant: whether to add one after another, so that it does not matter how a prompt
+            was divided into steps.
     """
 
-    def __init__(self, invariant: bool = False) -> None:
-        self._invariant = invariant
+    def __init__(self, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
         # Sums of hidden states [M] float32, by slot and by the position at which they end.
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
@@ -42,7 +42,7 @@ class Pooling:
                 if start == 0:
                     self._sums[slot] = {0: torch.zeros_like(vector)}
                 before = self._sums[slot][start]
-                if self._invariant:
+                if self._batch_invariant:
                     total = sum_in_order(torch.cat([before[None], rows.float()]))
                 else:
                     total = before + rows.sum(0, dtype=torch.float32)

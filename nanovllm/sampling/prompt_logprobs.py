@@ -21,7 +21,7 @@ class PromptLogprobs:
         compute_logits: LM head of the model: [B, M] -> [B, len(vocab)].
         vocab_size: vocabulary size V.
         group: ranks of the model.
-        invariant: whether a row's results have the same bits whatever other rows there are.
+        batch_invariant: whether a row's results have the same bits whatever other rows there are.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class PromptLogprobs:
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         vocab_size: int,
         group: Group,
-        invariant: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self._compute_logits, self._vocab_size, self._group = compute_logits, vocab_size, group
-        self._invariant = invariant
+        self._batch_invariant = batch_invariant
 
     def compute(self, plan: StepPlan, hidden: torch.Tensor) -> list[Logprobs]:
         """Log-probabilities of prompt tokens, each from the hidden state before it. At most `ROWS`
@@ -61,5 +61,7 @@ class PromptLogprobs:
             logits = self._compute_logits(hidden.index_select(0, index))
             logits = gather_vocab(logits, self._vocab_size, self._group)
             if self._group.rank == 0:
-                parts.append(logprobs_of(logits, drawn, most, invariant=self._invariant))
+                parts.append(
+                    logprobs_of(logits, drawn, most, batch_invariant=self._batch_invariant)
+                )
         return parts

@@ -51,7 +51,7 @@ def choose_build(
         softcap=model_config.attn_logit_softcapping > 0,
         sinks=model_config.attention_sinks,
         fp8=cache_dtype == FP8,
-        invariant=config.batch_invariant,
+        batch_invariant=config.batch_invariant,
     )
     backend, reason = select_backend(config.attention_backend, needs)
     max_model_len = config.longest(model_config.max_position_embeddings)
@@ -59,8 +59,10 @@ def choose_build(
     can_fuse = not on_cpu and triton_refusal(device) is None
     fused = config.fused_kernels and can_fuse and _have_kernels(model_config)
     if config.batch_invariant:
-        fused = fused and backend.name == "triton"  # others compute tokens one by one
+        fused = fused and backend.name == "triton"
         _refuse_split_norms(model_config, group, fused)
+        if not fused:
+            _log_one_by_one(config, device, backend.name)
     found, experts = model_config.quantization, model_config.experts
     build = Build(
         dtype=dtype,
@@ -77,6 +79,22 @@ def choose_build(
         batch_invariant=config.batch_invariant,
     )
     return build, reason
+
+
+def _log_one_by_one(config: Config, device: torch.device, backend: str) -> None:
+    """Say that tokens are computed one by one, and why not by kernels that compute them alike."""
+    reason = "our kernels have no heads of this model's sizes"
+    if device.type == "cpu":
+        reason = "always on a CPU"
+    elif (refusal := triton_refusal(device)) is not None:
+        reason = f"Triton {refusal}"
+    elif not config.fused_kernels:
+        reason = "fused_kernels is off"
+    elif backend != "triton":
+        reason = f"attention is by {backend}"
+    logger.info(
+        "batch_invariant: each token is a step of its own, and a batch gains nothing (%s)", reason
+    )
 
 
 def _have_kernels(model_config: ModelConfig) -> bool:

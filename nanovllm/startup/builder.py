@@ -256,14 +256,15 @@ class Builder:
             max_prompt_tokens=max_prompt_tokens,
         )
         for rehearse in (steps.first_steps, steps.other_steps):
-            with self.compiler.rehearsal():
+            with self.compiler.rehearsal(), step.abridged():
                 rehearse()
 
     def measure(self, step: Step, pool: KVCachePool, extras: Extras, build: Build) -> int:
         """Bytes that activations take at most. With a compiler no kernel is waited for."""
         if self.device.type == "cpu":
             return 0
-        with nullcontext() if self.compiler is None else self.compiler.rehearsal():
+        rehearsal = nullcontext() if self.compiler is None else self.compiler.rehearsal()
+        with rehearsal, step.abridged():
             most = max_activations(
                 partial(run_distinct_layers, step.run_model, step.model, of_each=2),
                 pool,

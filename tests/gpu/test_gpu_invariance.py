@@ -7,8 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import calls
 import pytest
-from invariance import CHECKPOINTS, Workload, differences
+from invariance import CHECKPOINTS, Workload, differences, preempt_each, was_preempted
 
 from checkpoints import make_checkpoint
 from nanovllm import LLM, RequestOutput
@@ -116,6 +117,37 @@ def test_shapes(shape: str, tmp_path: Path) -> None:
     ways = {way: WAYS[way] for way in ("batch", "chunks", "hits")}
     ways["chunks"] = {"max_num_batched_tokens": 201}
     assert differences(tmp_path, work, options, ways, generate) == []
+
+
+@pytest.mark.parametrize("way", ["graphs", "preempted"])
+def test_calls(way: str) -> None:
+    """Requests of all kinds beside each other, scores, vectors and beams, as
+    `test_invariant_calls.py` has them.
+    """
+    pytest.importorskip("llguidance")
+    options = {"device": "cuda", "dtype": "bfloat16"}
+    wanted = calls.alone(**options)
+    options |= calls.CHUNKS | ({} if way == "graphs" else {"enforce_eager": True, "overlap": False})
+    with LLM(calls.TINY, **{**calls.OPTIONS, **options}) as llm:
+        with pytest.MonkeyPatch.context() as patch:
+            if way == "preempted":
+                preempt_each(patch)
+            outputs = calls.run(llm)
+        assert any(map(was_preempted, outputs)) == (way == "preempted")
+        assert llm.metrics()["num_graph_replays"] > 0 or way == "preempted"
+        assert ([*map(calls.shown, outputs)], calls.of_texts(llm, calls.TEXTS)) == wanted
+
+
+def test_reports_of_a_large_vocabulary(tmp_path: Path) -> None:
+    """Controls, labels and masks: of each request alone, and beside all others."""
+    rng = random.Random(SEED)
+    prompts = [[rng.randrange(150000) for _ in range(n)] for n in (1, 30, 300)]
+    requests = calls.requests_of(prompts, "form")
+    options = {"batch_invariant": True, "load_format": "dummy", "num_kvcache_blocks": 64}
+    options |= {"max_num_seqs": 32, "max_model_len": 1024}
+    with LLM(dummy(tmp_path, "qwen3-0.6b"), **options) as llm:
+        beside = [*map(calls.shown, calls.run(llm, requests))]
+        assert beside == [calls.shown(calls.run(llm, [each])[0]) for each in requests]
 
 
 @pytest.mark.multi_gpu

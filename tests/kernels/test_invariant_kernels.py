@@ -27,12 +27,12 @@ from nanovllm.distributed.group import Group
 from nanovllm.kernels.activation import quantized_act_and_mul
 from nanovllm.kernels.attention.aligned import aligned_attention
 from nanovllm.kernels.attention.rope import qk_norm_rope_store
-from nanovllm.kernels.experts.gated_experts import gated_experts, invariant_experts
+from nanovllm.kernels.experts.gated_experts import experts_by_fixed_tiles, gated_experts
 from nanovllm.kernels.experts.routing import route
 from nanovllm.kernels.experts.weights import ExpertWeights
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.norm import add_rms_norm
-from nanovllm.kernels.products import fp8_half, fp8_linear, int4_linear, int8_linear
+from nanovllm.kernels.products import fp8_half, fp8_linear, int4_linear, int8_linear, linear
 from nanovllm.kernels.products.linear import by_one_tile
 from nanovllm.kernels.recurrent import delta_tokens, short_conv
 from nanovllm.kernels.recurrent.delta_prompt import chunks_of
@@ -76,6 +76,23 @@ def _parts(result: Any) -> list[torch.Tensor]:
         if isinstance(result, tuple)
         else [result]
     )
+
+
+def variants_of(module: Any, name: str, patch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The constants of each launch of a module's kernel from now on."""
+    variants: list[dict[str, Any]] = []
+    kernel = getattr(module, name)
+
+    class Spy:
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            def launch(*args: Any, **constants: Any) -> Any:
+                variants.append(constants)
+                return kernel[grid](*args, **constants)
+
+            return launch
+
+    patch.setattr(module, name, Spy())
+    return variants
 
 
 def half(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -149,6 +166,28 @@ def test_products_by_codes(name: str) -> None:
         assert kernels.by_one_tile(codes, weight, HALF, bias).equal(out)
 
 
+@pytest.mark.parametrize("way", ["16 bits", "int4"])
+def test_rows_anywhere_in_memory_have_one_kernel(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that begin at no multiple of 16 bytes, and a single one, which PyTorch calls
+    contiguous whatever its stride is.
+    """
+    if way == "int4":
+        variants = variants_of(int4_linear, "_int4_tiles_kernel", monkeypatch)
+        codes = int4_weight(128, 512, 128)
+        K, product = 512, partial(int4_linear.by_one_tile, weight=codes, dtype=HALF)
+    else:
+        variants = variants_of(linear, "_one_tile_kernel", monkeypatch)
+        K, product = 136, partial(by_one_tile, weight=half(70, 136, seed=1) / 12)
+    wide, rows = half(3, K + 5), half(3, K)
+    for count in (1, 3):
+        wanted = product(rows[:count])
+        for begin in (0, 3, 5):
+            wide[:, begin : begin + K] = rows
+            assert product(wide[:count, begin : begin + K]).equal(wanted), (count, begin)
+    assert len(variants) == 8 and all(each == variants[0] for each in variants)
+    assert variants[0]["TMA"] or DEVICE == "cuda", "the other kernel is chosen nowhere"
+
+
 def test_head_in_int8() -> None:
     weight = int8_weight(70, 144)
 
@@ -171,7 +210,7 @@ def test_norms(parts: int, act_block: int | None) -> None:
 
     def norm(x: torch.Tensor, residual: torch.Tensor) -> Any:
         x = x.transpose(0, 1).contiguous() if parts else x
-        return add_rms_norm(x, residual, weight, 1e-6, act_block=act_block, invariant=True)
+        return add_rms_norm(x, residual, weight, 1e-6, act_block=act_block, fixed_tiles=True)
 
     assert_alike(norm, x, residual)
     one, _ = norm(x[:1], residual[:1])
@@ -194,7 +233,7 @@ def test_rotated_heads(count: int) -> None:
     def rotated(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cache = KVCache.empty((20, 16, HKV, D), HALF, torch.device(DEVICE))
         how = QKNormRope(norms, False, turn, positions[rows], positions[rows])
-        out = qk_norm_rope_store(x[rows], how, cache, HALF, invariant=True)
+        out = qk_norm_rope_store(x[rows], how, cache, HALF, fixed_tiles=True)
         return out, cache.k.flatten(0, 1)[rows]
 
     whole = rotated(torch.arange(count, device=DEVICE))
@@ -323,7 +362,7 @@ def test_experts(name: str) -> None:
     logits[:, 0] += 4
 
     def compute(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return invariant_experts(x, weights, *route(logits, 2, True))
+        return experts_by_fixed_tiles(x, weights, *route(logits, 2, True))
 
     out, wanted = compute(x, logits), gated_experts(x, weights, *route(logits, 2, True))
     assert out.dtype == torch.float32 and (out - wanted).norm() < 0.01 * wanted.norm()
@@ -341,7 +380,7 @@ def test_experts_keep_codes_that_have_no_tile_elsewhere(tmp_path: Path) -> None:
     assert not layer.self_attn.qkv_proj.weight.has_kernels
     assert layer.mlp.experts.gate_up.has_kernels and layer.mlp.experts.down.has_kernels
     dequantize(model)
-    assert layer.self_attn.qkv_proj.weight.invariant
+    assert layer.self_attn.qkv_proj.weight.fixed_tiles
     assert isinstance(layer.mlp.experts.down, QuantizedWeight)
 
 
@@ -427,18 +466,7 @@ def test_log_probabilities(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="what runs there is what counts")
 def test_one_variant_finds_any_number_of_likely_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another variant might add in another order."""
-    variants = []
-    kernel = logprobs_kernels._logprobs_kernel
-
-    class Spy:
-        def __getitem__(self, grid: Any) -> Callable[..., Any]:
-            def launch(*args: Any, **constants: Any) -> Any:
-                variants.append(constants)
-                return kernel[grid](*args, **constants)
-
-            return launch
-
-    monkeypatch.setattr(logprobs_kernels, "_logprobs_kernel", Spy())
+    variants = variants_of(logprobs_kernels, "_logprobs_kernel", monkeypatch)
     logits, drawn = half(3, 5000), torch.zeros(3, dtype=torch.int32, device=DEVICE)
     for N in (0, 1, 5, MAX_LOGPROBS):
         found = Logprobs.empty(3, N, 0, drawn.device)

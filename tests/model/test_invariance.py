@@ -18,7 +18,11 @@ from safetensors.torch import load_file
 
 from checkpoints import SMALL, make_checkpoint, outputs_of, rare
 from nanovllm import LLM, RequestOutput
+from nanovllm.distributed.group import Group
+from nanovllm.engine.step_inputs import to_device
 from nanovllm.layers.weights import onednn
+from nanovllm.sizing.activations import warmup_batch
+from nanovllm.startup import builder
 
 SELDOM = {"gemma 3", "olmo 2", "qwen3.5 moe"}
 OPTIONS: dict[str, Any] = {
@@ -200,6 +204,34 @@ def test_draws_with_controls_do_not_depend_on_others(
     assert [each.outputs[0].logprobs[:] for each in beside] == [
         each.outputs[0].logprobs[:] for each in single
     ]
+
+
+def test_warm_up_computes_one_token_of_a_step(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The largest steps of an engine on a GPU have thousands; and the log says how they are
+    computed.
+    """
+    with caplog.at_level("INFO", logger="nanovllm"), LLM(checkpoint, **OPTIONS) as llm:
+        assert caplog.text.count("each token is a step of its own") == 1
+        built = llm.model_runner.built
+        inputs = to_device(warmup_batch(3, 50, 256, 16), built.device)
+        num_passes, found = [], []
+
+        def measure(compute: Any, *_: Any) -> int:
+            found.append(built.step.run_model(inputs))
+            return len(num_passes)
+
+        built.step.model.register_forward_hook(lambda *_: num_passes.append(1))
+        monkeypatch.setattr(builder, "max_activations", measure)
+        own = builder.Builder(llm.config, llm.model_config, Group())
+        own.device = torch.device("cuda")
+        with torch.inference_mode():
+            assert own.measure(built.step, built.pool, built.extras, built.build) == 1
+            found.append(built.step.run_model(inputs))
+    assert len(num_passes) == 1 + 50
+    short, whole = ((each.hidden.shape, each.logits.shape) for each in found)
+    assert short == whole == ((3, 64), (3, 128))
 
 
 def test_flash_attention_is_refused(checkpoint: Path) -> None:

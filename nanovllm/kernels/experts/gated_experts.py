@@ -71,7 +71,7 @@ def gated_experts(
     return out
 
 
-def invariant_experts(
+def experts_by_fixed_tiles(
     x: torch.Tensor, weights: ExpertWeights, experts: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     """`gated_experts`, each token alike, whatever their number: [k, T, M] float32."""

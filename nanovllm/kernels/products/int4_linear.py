@@ -18,6 +18,7 @@ import triton.language as tl
 
 from nanovllm.kernels.device_features import (
     TILE_ROWS,
+    adjacent_rows,
     can_describe,
     describe,
     has_own_kernels,
@@ -251,7 +252,8 @@ def by_one_tile(
     x: torch.Tensor, weight: Int4Codes, dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`linear`, each row alike, whatever their number; the tile is not tuned."""
-    return _by_tiles(x, weight, bias, Tiles(*ONE_TILE, PLANES * weight.plane, stages=2))
+    tiles = Tiles(*ONE_TILE, PLANES * weight.plane, stages=2)
+    return _by_tiles(adjacent_rows(x), weight, bias, tiles)
 
 
 def multiply_into(

@@ -3,7 +3,7 @@
 A library's product of a few rows leaves much of the GPU idle. Two kernels are faster
 (docs/experiments.md): that of a single row (`row.py`), and one that may split the sum (split-K)
 into partial results, which the next kernel adds. Everything else goes to `F.linear`. A third kernel
-multiplies any number of rows alike (`Build.invariant`).
+multiplies any number of rows alike (`Build.fixed_tiles`).
 
 Letters: T rows, N outputs, K inputs.
 """
@@ -18,6 +18,7 @@ import triton.language as tl
 
 from nanovllm.kernels.device_features import (
     TILE_ROWS,
+    adjacent_rows,
     can_describe,
     describe,
     has_own_kernels,
@@ -203,8 +204,7 @@ def by_one_tile(
     if out is None:
         out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     assert out.is_contiguous(), "rows are written whole"
-    # Rows that lie apart are copied, not described: that would be another kernel.
-    x = x.contiguous()
+    x = adjacent_rows(x)  # rows that lie apart may have another kernel
     tma = x.dtype in HALF and can_describe(x) and can_describe(weight)
     row_tiles, output_tiles, _ = tile.grid(T, N)
     _one_tile_kernel[(row_tiles * output_tiles,)](

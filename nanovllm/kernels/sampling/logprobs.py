@@ -123,7 +123,7 @@ def logprobs(
         logits, rows, drawn, divisors, least, *parts, V, logits.stride(0), N, LOG2E,
         SPAN=SPAN, num_warps=8,
     )  # fmt: skip
-    # One variant for all N: another might add in another order (`Build.invariant`).
+    # One variant for all N: another might add in another order (`Config.batch_invariant`).
     assert N <= MAX_LOGPROBS
     _logprobs_kernel[(m,)](
         drawn, divisors, *parts, tokens, values, ranks, spans, N, LOG2E,

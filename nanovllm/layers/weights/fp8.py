@@ -85,7 +85,7 @@ class Fp8Weight(QuantizedWeight):
     Args:
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
-        fused, invariant: see `Weight`.
+        fused, fixed_tiles: see `Weight`.
         format: format of the checkpoint.
 
     Attributes:
@@ -103,9 +103,9 @@ class Fp8Weight(QuantizedWeight):
         dtype: torch.dtype,
         fused: bool,
         format: Fp8,
-        invariant: bool = False,
+        fixed_tiles: bool = False,
     ) -> None:
-        super().__init__(dtype, fused, invariant)
+        super().__init__(dtype, fused, fixed_tiles)
         rows, cols = format.block
         self.block = rows or 1, cols or num_cols
         self.format = format

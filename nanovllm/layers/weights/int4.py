@@ -157,7 +157,7 @@ class Int4Weight(QuantizedWeight):
     Args:
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
-        fused, invariant: see `Weight`.
+        fused, fixed_tiles: see `Weight`.
         format: format of the checkpoint.
 
     Attributes:
@@ -173,9 +173,9 @@ class Int4Weight(QuantizedWeight):
         dtype: torch.dtype,
         fused: bool,
         format: Int4,
-        invariant: bool = False,
+        fixed_tiles: bool = False,
     ) -> None:
-        super().__init__(dtype, fused, invariant)
+        super().__init__(dtype, fused, fixed_tiles)
         self.format, group = format, format.group
         # `shards` refuses columns that are not whole groups.
         data = torch.empty(num_rows, -(-num_cols // group) * group // PLANES, dtype=torch.int16)

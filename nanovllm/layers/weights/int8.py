@@ -33,7 +33,7 @@ class Int8Weight(QuantizedWeight):
     Args:
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
-        fused, invariant: see `Weight`.
+        fused, fixed_tiles: see `Weight`.
         format: format of the checkpoint.
 
     Attributes:
@@ -50,9 +50,9 @@ class Int8Weight(QuantizedWeight):
         dtype: torch.dtype,
         fused: bool,
         format: Int8,
-        invariant: bool = False,
+        fixed_tiles: bool = False,
     ) -> None:
-        super().__init__(dtype, fused, invariant)
+        super().__init__(dtype, fused, fixed_tiles)
         self.format = format
         self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=torch.int8), False)
         self.scales = nn.Parameter(torch.empty(num_rows, 1, dtype=torch.float32), False)

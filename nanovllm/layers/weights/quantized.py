@@ -73,7 +73,7 @@ class QuantizedWeight(Weight):
         """Multiply by these kernels, unless they are to have one tile for any number of rows, and
         have none for this matrix. Returns whether it does.
         """
-        if not self.invariant or kernels.has_one_tile(self.codes):
+        if not self.fixed_tiles or kernels.has_one_tile(self.codes):
             self.kernels = kernels
         return self.kernels is not None
 
@@ -89,7 +89,7 @@ class QuantizedWeight(Weight):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.kernels is not None, NO_KERNELS
-        if self.invariant:
+        if self.fixed_tiles:
             found = self.kernels.by_one_tile(x, self.codes, self.dtype, bias)
             return found if out is None else out.copy_(found)
         if out is None:
@@ -113,7 +113,7 @@ class DequantizedWeight(PlainWeight):
     """
 
     def __init__(self, weight: QuantizedWeight) -> None:
-        super().__init__(weight.numbers(), weight.fused, weight.invariant)
+        super().__init__(weight.numbers(), weight.fused, weight.fixed_tiles)
         self.origin = Origin(weight, type(weight).numbers, self.data.copy_)
 
     @property
