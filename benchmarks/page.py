@@ -101,12 +101,16 @@ TABLES = {
         },
     ),
     "experts": Table(
-        "A mixture of experts",
+        "Mixtures of experts",
         {
             "Qwen3-30B-A3B shape": (
                 f"{WORKLOADS} --dummy qwen3-30b-a3b --only bench-0 bs1 prefill shared-prefix"
             ),
-            "FP8": f"{WORKLOADS} --dummy qwen3-30b-a3b --quantization fp8 --only bench-0 bs1",
+            "FP8": (
+                f"{WORKLOADS} --dummy qwen3-30b-a3b --quantization fp8 --only bench-0 bs1 prefill"
+            ),
+            "gpt-oss-20b shape": f"{WORKLOADS} --dummy gpt-oss-20b --only bench-0 bs1 prefill",
+            "gpt-oss-120b shape": f"{WORKLOADS} --dummy gpt-oss-120b --only bench-0 bs1 prefill",
         },
     ),
     "states": Table(

@@ -203,10 +203,10 @@ def differences(
         if way == "batch":
             more["n"] = 2
         if way == "preempted":  # room for all prompts and their first tokens
-            room = sum(
-                cdiv(len(prompt) + 1, options["kvcache_block_size"]) for prompt in work.prompts
-            )
-            own = {"num_kvcache_blocks": room, "enable_prefix_caching": False} | own
+            own = {"enable_prefix_caching": False} | own
+            if "num_kvcache_blocks" not in own:
+                size = options["kvcache_block_size"]
+                own["num_kvcache_blocks"] = sum(cdiv(len(p) + 1, size) for p in work.prompts)
         with LLM(path, **{**options, **own}) as llm, pytest.MonkeyPatch.context() as patch:
             if way == "preempted":
                 patch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)

@@ -57,7 +57,7 @@ class Step:
         device: torch.device,
     ) -> None:
         self.model, self._group = model, build.group
-        self._fixed_tiles = build.fixed_tiles
+        self._fixed_tiles = build.fixed_order
         self._one_by_one = OneByOne(model) if build.one_by_one else None
         self._compute: Compute = self._one_by_one or model
         self.compute_logits: ComputeLogits = (self._one_by_one or model).compute_logits

@@ -90,13 +90,13 @@ def _launch(
     peers: "PeerMemory | None",
     out: torch.Tensor | Codes | None,
     act_block: int | None,
-    fixed_tiles: bool = False,
+    fixed_order: bool = False,
 ) -> tuple[torch.Tensor | Codes, torch.Tensor]:
     T, M = x.numel() // max(1, parts) // x.shape[-1], x.shape[-1]
     if parts <= 1:
         x = x.contiguous()
     shape = (T, M) if parts or peers is not None else x.shape
-    if out is None and act_block is not None and (T > 1 or fixed_tiles):
+    if out is None and act_block is not None and (T > 1 or fixed_order):
         out = empty_codes(T, M, act_block, x.device)
     assert not isinstance(out, Codes) or out.block[1] == (act_block or M), (
         "`act_block` must be that of `out`"
@@ -107,7 +107,7 @@ def _launch(
     total = torch.empty_like(results[0], dtype=weight.dtype) if sums else x
     BLOCK = max(act_block or 0, next_power_of_2(M))
     num_warps = min(16, max(1, BLOCK // 512))
-    few = parts > 1 and T <= FEW_ROWS and not fixed_tiles
+    few = parts > 1 and T <= FEW_ROWS and not fixed_order
     if few and BLOCK >= 4096 and peers is None and has_ptx(x):
         # With more threads that read, it ends sooner (measured on an H200). AMD's warps have 64
         # threads, and a program at most 1024.
@@ -142,7 +142,7 @@ def add_rms_norm(
     out: torch.Tensor | Codes | None = None,
     plus_one: bool = False,
     act_block: int | None = None,
-    fixed_tiles: bool = False,
+    fixed_order: bool = False,
 ) -> tuple[torch.Tensor | Codes, torch.Tensor]:
     """`rms_norm(x + residual)`, and `x + residual`: two new tensors [T, M].
 
@@ -153,8 +153,8 @@ def add_rms_norm(
         out: output buffer of the first result.
         act_block: columns that share a scale, if the first result shall be `Codes` (of several rows
             only); 0: all of a row; None: no codes.
-        fixed_tiles: whether rows are computed alike, whatever their number; a single one is
+        fixed_order: whether rows are computed alike, whatever their number; a single one is
             quantised then, too.
     """
     parts = len(x) if x.dim() == 3 else 0
-    return _launch(x, parts, residual, weight, eps, plus_one, peers, out, act_block, fixed_tiles)
+    return _launch(x, parts, residual, weight, eps, plus_one, peers, out, act_block, fixed_order)

@@ -132,8 +132,8 @@ class Attention(StatefulLayer):
                 from nanovllm.kernels.attention.rope import qk_norm_rope_store
 
                 how = self._norm_rope(positions, context.slot_mapping)
-                dtype, fixed_tiles = self.build.dtype, self.build.fixed_tiles
-                qkv = qk_norm_rope_store(qkv, how, self.cache, dtype, fixed_tiles)
+                dtype, fixed_order = self.build.dtype, self.build.fixed_order
+                qkv = qk_norm_rope_store(qkv, how, self.cache, dtype, fixed_order)
                 q, k, v = qkv.split(self.head_counts, dim=1)
             else:
                 q, k, v = qkv.split(self.head_counts, dim=1)

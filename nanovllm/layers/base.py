@@ -50,8 +50,10 @@ class Build(NamedTuple):
     path: str = ""
 
     @property
-    def fixed_tiles(self) -> bool:
-        """Whether kernels compute any number of rows by the same tiles, for `batch_invariant`."""
+    def fixed_order(self) -> bool:
+        """Whether kernels add up the numbers of a row in one order, whatever the number of rows,
+        for `batch_invariant`.
+        """
         return self.batch_invariant and self.fused
 
     @property

@@ -58,7 +58,7 @@ class VocabParallelEmbedding(Layer):
     def _make_weight(self, num_rows: int, num_cols: int) -> Weight:
         # For so large a weight, the library is as fast as our kernels, even for one row.
         values = torch.zeros(num_rows, num_cols, dtype=self.build.dtype)
-        return PlainWeight(values, fused=False, fixed_tiles=self.build.fixed_tiles)
+        return PlainWeight(values, fused=False, fixed_order=self.build.fixed_order)
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         rows = Part(self.vocab, self.config.vocab_size)

@@ -135,7 +135,7 @@ class Experts(Layer):
             return sum_over_ranks(out, group)
         if group.size == 1 or group.can_exchange(x):  # the norm that follows sums
             return out
-        whole = sum_in_order(out) if self.build.fixed_tiles else out.sum(0, dtype=torch.float32)
+        whole = sum_in_order(out) if self.build.fixed_order else out.sum(0, dtype=torch.float32)
         return sum_over_ranks(whole.to(x.dtype), group)
 
     def multiply(
@@ -156,7 +156,7 @@ class Experts(Layer):
             return self._by_expert(x, experts, weights)
         from nanovllm.kernels.experts.gated_experts import experts_by_fixed_tiles, gated_experts
 
-        multiply = experts_by_fixed_tiles if self.build.fixed_tiles else gated_experts
+        multiply = experts_by_fixed_tiles if self.build.fixed_order else gated_experts
         return multiply(x, self._weights(), experts, weights)
 
     def _weights(self) -> "ExpertWeights":
@@ -201,7 +201,7 @@ def _weight(num_rows: int, num_cols: int, facts: ExpertConfig, build: Build) -> 
         return Mxfp4Weight(num_rows, num_cols, build.dtype, build.fused)
     if facts.packed and build.quantization != WHILE_LOADING:
         build = build._replace(quantization=None)
-    build = build._replace(batch_invariant=False)  # whose one tile fits not every size; theirs do
+    build = build._replace(batch_invariant=False)  # whose tile fits not every size; theirs do
     weight = make_weight(num_rows, num_cols, facts.modules(build.path), build)
     if isinstance(weight, Fp8Weight) and weight.act_block is None:
         weight.kernels = None  # our kernels for experts accept codes only where tensor cores do

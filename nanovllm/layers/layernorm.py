@@ -119,7 +119,7 @@ class RMSNorm(Layer):
             out=out,
             plus_one=self.plus_one,
             act_block=self.act_block,
-            fixed_tiles=self.build.fixed_tiles,
+            fixed_order=self.build.fixed_order,
         )
 
     def whole_forward(self, x: Hidden, residual: Residual = None) -> torch.Tensor:

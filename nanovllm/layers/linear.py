@@ -29,13 +29,13 @@ def make_weight(num_rows: int, num_cols: int, modules: Iterable[str], build: Bui
     format = None if build.quantization is None else build.quantization.of(modules)
     if format is None:
         values = torch.empty(num_rows, num_cols, dtype=build.dtype)
-        return PlainWeight(values, build.fused, build.fixed_tiles)
-    size, fused, fixed_tiles = (num_rows, num_cols, build.dtype), build.fused, build.fixed_tiles
+        return PlainWeight(values, build.fused, build.fixed_order)
+    size, fused, fixed_order = (num_rows, num_cols, build.dtype), build.fused, build.fixed_order
     if isinstance(format, Fp8):
-        return Fp8Weight(*size, fused, format, fixed_tiles)
+        return Fp8Weight(*size, fused, format, fixed_order)
     if isinstance(format, Int8):
-        return Int8Weight(*size, fused, format, fixed_tiles)
-    return Int4Weight(*size, fused, format, fixed_tiles)
+        return Int8Weight(*size, fused, format, fixed_order)
+    return Int4Weight(*size, fused, format, fixed_order)
 
 
 class LinearBase(Layer):

@@ -112,7 +112,7 @@ class GatedDeltaNet(RecurrentLayer):
         of_prompts = mixed, gates, self._delta_net(), self.state, *bounds
         if not self.build.fused:
             return delta_rule.prompts(*of_prompts)
-        if self.build.fixed_tiles:
+        if self.build.fixed_order:
             from nanovllm.kernels.recurrent import delta_tokens
 
             return delta_tokens.tokens(*of_prompts)

@@ -37,7 +37,7 @@ class RecurrentLayer(StatefulLayer):
         n, slots = context.num_decodes, context.slots
         assert slots is not None, "sequences have slots"
         parts = []
-        if n and self.build.fixed_tiles:
+        if n and self.build.fixed_order:
             parts.append(self._prompts([x[:n] for x in inputs], self._bounds_of_decodes()))
         elif n:
             parts.append(self._decode([x[:n] for x in inputs], slots[:n], context.context_lens[:n]))

@@ -33,7 +33,7 @@ from nanovllm.kernels.experts.weights import ExpertWeights
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.norm import add_rms_norm
 from nanovllm.kernels.products import fp8_half, fp8_linear, int4_linear, int8_linear, linear
-from nanovllm.kernels.products.linear import by_one_tile
+from nanovllm.kernels.products.linear import fixed_order_tiles, in_fixed_order
 from nanovllm.kernels.recurrent import delta_tokens, short_conv
 from nanovllm.kernels.recurrent.delta_prompt import chunks_of
 from nanovllm.kernels.sampling import logprobs as logprobs_kernels
@@ -133,10 +133,25 @@ def test_products(N: int, K: int, has_bias: bool, dtype: torch.dtype) -> None:
     x, weight = randn(T, K, dtype=dtype), randn(N, K, dtype=dtype, seed=1) / K**0.5
     bias = randn(N, dtype=dtype, seed=2) if has_bias else None
     wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    close(by_one_tile(x, weight, bias), wanted.to(dtype))
+    close(in_fixed_order(x, weight, bias), wanted.to(dtype))
     into = torch.full((T, N), torch.nan, dtype=dtype, device=DEVICE)
-    assert by_one_tile(x, weight, bias, into) is into and into.equal(by_one_tile(x, weight, bias))
-    assert_alike(lambda x: by_one_tile(x, weight, bias), x)
+    assert in_fixed_order(x, weight, bias, into) is into and into.equal(
+        in_fixed_order(x, weight, bias)
+    )
+    assert_alike(lambda x: in_fixed_order(x, weight, bias), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("N", "K"), [(1024, 3072), (6144, 1000), (40000, 256)])
+def test_products_of_thousands_of_rows(N: int, K: int) -> None:
+    """Several tiles, of which each row has the same bits; on Hopper all that there are."""
+    x, weight = half(5000, K), half(N, K, seed=1) / K**0.5
+    whole, used = in_fixed_order(x, weight), {fixed_order_tiles(weight, len(x))}
+    for count in (1, 20, 60, 100, 200, 256, 700):
+        used.add(fixed_order_tiles(weight, count))
+        assert in_fixed_order(x[7 : 7 + count], weight).equal(whole[7 : 7 + count]), count
+    assert len(used) > 3 or torch.cuda.get_device_capability()[0] != 9
+    close(whole[:300], (x[:300].double() @ weight.double().T).to(HALF))
 
 
 PRODUCTS_OF_CODES: dict[str, tuple[Any, Any]] = {
@@ -155,15 +170,15 @@ def test_products_by_codes(name: str) -> None:
     kernels, make = PRODUCTS_OF_CODES[name]
     weight = make()
     x, bias = half(T, weight.numbers().shape[1]), half(len(weight), seed=3)
-    assert kernels.has_one_tile(weight)
-    out = kernels.by_one_tile(x, weight, HALF, bias)
+    assert kernels.can_fix_order(weight)
+    out = kernels.in_fixed_order(x, weight, HALF, bias)
     wanted = x.double() @ weight.numbers().double().T + bias.double()
     error = (out.double() - wanted).norm() / wanted.norm()
     assert error < 0.05, "that of activations in 8 bits at most"
-    assert_alike(lambda x: kernels.by_one_tile(x, weight, HALF, bias), x)
+    assert_alike(lambda x: kernels.in_fixed_order(x, weight, HALF, bias), x)
     if kernels is fp8_linear:
         codes = quantize(x, fp8_linear.act_block_of(weight))
-        assert kernels.by_one_tile(codes, weight, HALF, bias).equal(out)
+        assert kernels.in_fixed_order(codes, weight, HALF, bias).equal(out)
 
 
 @pytest.mark.parametrize("way", ["16 bits", "int4"])
@@ -174,10 +189,10 @@ def test_rows_anywhere_in_memory_have_one_kernel(way: str, monkeypatch: pytest.M
     if way == "int4":
         variants = variants_of(int4_linear, "_int4_tiles_kernel", monkeypatch)
         codes = int4_weight(128, 512, 128)
-        K, product = 512, partial(int4_linear.by_one_tile, weight=codes, dtype=HALF)
+        K, product = 512, partial(int4_linear.in_fixed_order, weight=codes, dtype=HALF)
     else:
-        variants = variants_of(linear, "_one_tile_kernel", monkeypatch)
-        K, product = 136, partial(by_one_tile, weight=half(70, 136, seed=1) / 12)
+        variants = variants_of(linear, "_fixed_order_kernel", monkeypatch)
+        K, product = 136, partial(in_fixed_order, weight=half(70, 136, seed=1) / 12)
     wide, rows = half(3, K + 5), half(3, K)
     for count in (1, 3):
         wanted = product(rows[:count])
@@ -210,7 +225,7 @@ def test_norms(parts: int, act_block: int | None) -> None:
 
     def norm(x: torch.Tensor, residual: torch.Tensor) -> Any:
         x = x.transpose(0, 1).contiguous() if parts else x
-        return add_rms_norm(x, residual, weight, 1e-6, act_block=act_block, fixed_tiles=True)
+        return add_rms_norm(x, residual, weight, 1e-6, act_block=act_block, fixed_order=True)
 
     assert_alike(norm, x, residual)
     one, _ = norm(x[:1], residual[:1])
@@ -233,7 +248,7 @@ def test_rotated_heads(count: int) -> None:
     def rotated(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cache = KVCache.empty((20, 16, HKV, D), HALF, torch.device(DEVICE))
         how = QKNormRope(norms, False, turn, positions[rows], positions[rows])
-        out = qk_norm_rope_store(x[rows], how, cache, HALF, fixed_tiles=True)
+        out = qk_norm_rope_store(x[rows], how, cache, HALF, fixed_order=True)
         return out, cache.k.flatten(0, 1)[rows]
 
     whole = rotated(torch.arange(count, device=DEVICE))
@@ -380,7 +395,7 @@ def test_experts_keep_codes_that_have_no_tile_elsewhere(tmp_path: Path) -> None:
     assert not layer.self_attn.qkv_proj.weight.has_kernels
     assert layer.mlp.experts.gate_up.has_kernels and layer.mlp.experts.down.has_kernels
     dequantize(model)
-    assert layer.self_attn.qkv_proj.weight.fixed_tiles
+    assert layer.self_attn.qkv_proj.weight.fixed_order
     assert isinstance(layer.mlp.experts.down, QuantizedWeight)
 
 

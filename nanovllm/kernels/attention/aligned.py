@@ -140,7 +140,7 @@ def aligned_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_source, v_source = (x.view(-1, Hkv * D) for x in cache[:2])
     stride_row, tiles = k_source.stride(0), None
-    if not fp8 and S >= tile["BLOCK_N"]:
+    if not fp8 and tile["BLOCK_N"] <= S:
         tiles = describe_tiles(k_source, v_source, tile["BLOCK_N"], D)
     if tiles is not None:
         k_source, v_source = tiles

@@ -122,7 +122,7 @@ def qk_norm_rope_store(
     how: QKNormRope,
     cache: KVCache,
     dtype: torch.dtype,
-    fixed_tiles: bool = False,
+    fixed_order: bool = False,
 ) -> torch.Tensor:
     """Normalise the query and key heads and rotate them to their positions; write keys and values
     to their slots, except rows with slot -1.
@@ -133,7 +133,7 @@ def qk_norm_rope_store(
         how: norms, rotation and slots.
         cache: KV cache of the layer.
         dtype: torch.dtype of the result.
-        fixed_tiles: whether tokens are computed alike, whatever their number.
+        fixed_order: whether tokens are computed alike, whatever their number.
 
     Returns:
         [T, H, D] of `dtype`, with keys and values as the cache has them, and the elements of
@@ -146,7 +146,7 @@ def qk_norm_rope_store(
     assert qkv.stride()[-2:] == (D, 1), "the heads of a token must be adjacent"
     assert cache.k.is_contiguous() and cache.v.is_contiguous(), "the caches must be contiguous"
     # Few tokens need more programs. HEADS is a power of two that divides the number of heads.
-    HEADS = min(H & -H, 4 if T <= 256 or fixed_tiles else 16)
+    HEADS = min(H & -H, 4 if T <= 256 or fixed_order else 16)
     in_place = parts == 1 and not how.turn.reorders  # a thread would overwrite inputs of others
     out = qkv if in_place else torch.empty(T, H, D, dtype=dtype, device=qkv.device)
     q_weight, k_weight, eps = how.norms or (None, None, 0.0)

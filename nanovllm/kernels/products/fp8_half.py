@@ -98,12 +98,12 @@ def _by_tiles(
     return out
 
 
-def has_one_tile(weight: Codes) -> bool:
-    """Whether `by_one_tile` multiplies by this weight, if `can_multiply`."""
+def can_fix_order(weight: Codes) -> bool:
+    """Whether `in_fixed_order` multiplies by this weight, if `can_multiply`."""
     return True
 
 
-def by_one_tile(
+def in_fixed_order(
     x: torch.Tensor, weight: Codes, dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`linear`, each row alike, whatever their number."""

@@ -38,7 +38,7 @@ SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
 PROGRAMS, ROOMY_PROGRAMS = 256, 132
 MAX_ROWS = 192  # up to which a program computes a tile and more rows
 FEW_INPUTS = 2048  # up to which reading the weights twice is faster than two parts
-ONE_TILE = Tiles(64, BLOCK_N, BLOCK)  # of any number of rows, see `by_one_tile`; not tuned
+ONE_TILE = Tiles(64, BLOCK_N, BLOCK)  # of any number of rows, see `in_fixed_order`; not tuned
 
 
 def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
@@ -207,13 +207,13 @@ def linear(
     return _many_rows(x, weight, dtype, bias)
 
 
-def has_one_tile(weight: Codes) -> bool:
-    """Whether `by_one_tile` multiplies by this weight, if `can_multiply`."""
+def can_fix_order(weight: Codes) -> bool:
+    """Whether `in_fixed_order` multiplies by this weight, if `can_multiply`."""
     N, K = weight.codes.shape
     return N % BLOCK_N == K % BLOCK == 0 and can_describe(weight.codes)
 
 
-def by_one_tile(
+def in_fixed_order(
     x: torch.Tensor | Codes,
     weight: Codes,
     dtype: torch.dtype,

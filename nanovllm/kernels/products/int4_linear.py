@@ -48,7 +48,7 @@ UNPACKING, WAITS, EDGES, SHARE = 600, 800, 6000, 0.3
 MANY_ROWS = 128  # of a tile
 ROOMY = 512  # rows above which all multiprocessors have the largest tiles
 LIBRARY_ROWS = 8192  # from which the library is faster, with weights that are unpacked before
-ONE_TILE = 64, 64  # rows and outputs of the tile of any number of rows, see `by_one_tile`
+ONE_TILE = 64, 64  # rows and outputs of the tile of any number of rows, see `in_fixed_order`
 
 
 def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
@@ -243,12 +243,12 @@ def linear(
     return out
 
 
-def has_one_tile(weight: Int4Codes) -> bool:
-    """Whether `by_one_tile` multiplies by this weight, if `can_multiply`."""
+def can_fix_order(weight: Int4Codes) -> bool:
+    """Whether `in_fixed_order` multiplies by this weight, if `can_multiply`."""
     return len(weight) % ONE_TILE[1] == 0
 
 
-def by_one_tile(
+def in_fixed_order(
     x: torch.Tensor, weight: Int4Codes, dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`linear`, each row alike, whatever their number; the tile is not tuned."""

@@ -33,7 +33,7 @@ from nanovllm.utils.integers import next_power_of_2
 MANY_ROWS = 256  # above which tiles are large
 PROGRAMS = 256  # to run at once
 MAX_INPUTS = 2**16  # the sum of their products fits int32
-ONE_TILE = Tiles(64, 64, 64, stages=3)  # of any number of rows, see `by_one_tile`; not tuned
+ONE_TILE = Tiles(64, 64, 64, stages=3)  # of any number of rows, see `in_fixed_order`; not tuned
 _LARGEST = tl.constexpr(127.0)  # integer of 8 bits
 _LARGEST_PAIR = tl.constexpr(127.0 * 257.0)  # of 16, so that upper bytes are INT8 codes, too
 _LEAST = tl.constexpr(2.0**-100)  # largest value of a row of zeros
@@ -226,12 +226,12 @@ def linear(
     return out
 
 
-def has_one_tile(weight: Codes) -> bool:
-    """Whether `by_one_tile` multiplies by this weight, if `can_multiply`."""
+def can_fix_order(weight: Codes) -> bool:
+    """Whether `in_fixed_order` multiplies by this weight, if `can_multiply`."""
     return True
 
 
-def by_one_tile(
+def in_fixed_order(
     x: torch.Tensor, weight: Codes, dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`linear`, each row alike, whatever their number; a single one is in INT8, too."""

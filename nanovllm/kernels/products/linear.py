@@ -3,7 +3,7 @@
 A library's product of a few rows leaves much of the GPU idle. Two kernels are faster
 (docs/experiments.md): that of a single row (`row.py`), and one that may split the sum (split-K)
 into partial results, which the next kernel adds. Everything else goes to `F.linear`. A third kernel
-multiplies any number of rows alike (`Build.fixed_tiles`).
+multiplies any number of rows alike (`Build.fixed_order`).
 
 Letters: T rows, N outputs, K inputs.
 """
@@ -39,8 +39,8 @@ SMALL = 2**23  # elements of a weight so small that the library leaves the GPU i
 PROGRAMS = 128  # to run at once
 MAX_ROWS = 256  # for products by tiles
 PART = 2**24  # elements of a part in `multiply_parts`, which stays in the L2 cache
-NEIGHBOURS = 32  # tiles of rows that the programs of the same weights compute, in `by_one_tile`
-# Tiles on Hopper, all by WGMMA: the largest that fill the GPU are the fastest (measured on an H200).
+NEIGHBOURS = 32  # tiles of rows that the programs of the same weights compute, in `in_fixed_order`
+# Tiles on Hopper, all by WGMMA: the largest that fill the GPU are the fastest (measured: H200).
 WGMMA_TILES = (
     Tiles(256, 128, 64, warps=8, stages=3),
     Tiles(128, 128, 64, warps=8),
@@ -139,7 +139,7 @@ def linear(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _one_tile_kernel(
+def _fixed_order_kernel(
     x, weight, bias_ptr, out_ptr, T, N, K: tl.constexpr, NEIGHBOURS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     PDL: tl.constexpr,
@@ -166,7 +166,7 @@ def _one_tile_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def alike_tiles(weight: torch.Tensor, T: int) -> Tiles:
+def fixed_order_tiles(weight: torch.Tensor, T: int) -> Tiles:
     """Tiles for T rows of a weight [N, K], of which every row has the same bits by all that any T
     gets. On Hopper these follow T, as its WGMMA adds up the inputs of an output in one order,
     whatever the size of the tile (measured: docs/experiments.md, 55); elsewhere they do not.
@@ -186,7 +186,7 @@ def alike_tiles(weight: torch.Tensor, T: int) -> Tiles:
     return Tiles(64, 64, 128) if N <= 8192 else Tiles(64, 128, 64, warps=8)
 
 
-def by_one_tile(
+def in_fixed_order(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -200,14 +200,14 @@ def by_one_tile(
         bias: [N]; None: 0.
         out: [T, N], contiguous, output buffer; None: a new one.
     """
-    (T, K), N, tile = x.shape, len(weight), alike_tiles(weight, len(x))
+    (T, K), N, tile = x.shape, len(weight), fixed_order_tiles(weight, len(x))
     if out is None:
         out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     assert out.is_contiguous(), "rows are written whole"
     x = adjacent_rows(x)  # rows that lie apart may have another kernel
     tma = x.dtype in HALF and can_describe(x) and can_describe(weight)
     row_tiles, output_tiles, _ = tile.grid(T, N)
-    _one_tile_kernel[(row_tiles * output_tiles,)](
+    _fixed_order_kernel[(row_tiles * output_tiles,)](
         describe(x, tile.block_t, tile.block_k) if tma else x,
         describe(weight, tile.block_n, tile.block_k) if tma else weight, bias, out, T, N, K=K,
         NEIGHBOURS=NEIGHBOURS, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,

@@ -85,7 +85,7 @@ class Fp8Weight(QuantizedWeight):
     Args:
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
-        fused, fixed_tiles: see `Weight`.
+        fused, fixed_order: see `Weight`.
         format: format of the checkpoint.
 
     Attributes:
@@ -103,9 +103,9 @@ class Fp8Weight(QuantizedWeight):
         dtype: torch.dtype,
         fused: bool,
         format: Fp8,
-        fixed_tiles: bool = False,
+        fixed_order: bool = False,
     ) -> None:
-        super().__init__(dtype, fused, fixed_tiles)
+        super().__init__(dtype, fused, fixed_order)
         rows, cols = format.block
         self.block = rows or 1, cols or num_cols
         self.format = format

@@ -157,7 +157,7 @@ class Int4Weight(QuantizedWeight):
     Args:
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
-        fused, fixed_tiles: see `Weight`.
+        fused, fixed_order: see `Weight`.
         format: format of the checkpoint.
 
     Attributes:
@@ -173,9 +173,9 @@ class Int4Weight(QuantizedWeight):
         dtype: torch.dtype,
         fused: bool,
         format: Int4,
-        fixed_tiles: bool = False,
+        fixed_order: bool = False,
     ) -> None:
-        super().__init__(dtype, fused, fixed_tiles)
+        super().__init__(dtype, fused, fixed_order)
         self.format, group = format, format.group
         # `shards` refuses columns that are not whole groups.
         data = torch.empty(num_rows, -(-num_cols // group) * group // PLANES, dtype=torch.int16)

@@ -33,7 +33,7 @@ class Int8Weight(QuantizedWeight):
     Args:
         num_rows, num_cols: N and K on this rank.
         dtype: torch.dtype of activations and results.
-        fused, fixed_tiles: see `Weight`.
+        fused, fixed_order: see `Weight`.
         format: format of the checkpoint.
 
     Attributes:
@@ -50,9 +50,9 @@ class Int8Weight(QuantizedWeight):
         dtype: torch.dtype,
         fused: bool,
         format: Int8,
-        fixed_tiles: bool = False,
+        fixed_order: bool = False,
     ) -> None:
-        super().__init__(dtype, fused, fixed_tiles)
+        super().__init__(dtype, fused, fixed_order)
         self.format = format
         self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=torch.int8), False)
         self.scales = nn.Parameter(torch.empty(num_rows, 1, dtype=torch.float32), False)

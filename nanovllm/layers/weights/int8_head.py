@@ -26,9 +26,9 @@ class Int8Head(Weight):
     """
 
     def __init__(
-        self, num_rows: int, num_cols: int, dtype: torch.dtype, fixed_tiles: bool = False
+        self, num_rows: int, num_cols: int, dtype: torch.dtype, fixed_order: bool = False
     ) -> None:
-        super().__init__(dtype, fused=True, fixed_tiles=fixed_tiles)
+        super().__init__(dtype, fused=True, fixed_order=fixed_order)
         self.data = nn.Parameter(torch.zeros(num_rows, num_cols, dtype=torch.int8), False)
         self.scales = nn.Parameter(torch.zeros(num_rows, 1, dtype=torch.float32), False)
 
@@ -59,7 +59,7 @@ class Int8Head(Weight):
         assert isinstance(x, torch.Tensor) and bias is None
         if out is None:
             out = torch.empty(len(x), len(self.data), dtype=self.dtype, device=self.data.device)
-        linear_into(out, x, self.codes, ONE_TILE if self.fixed_tiles else None)
+        linear_into(out, x, self.codes, ONE_TILE if self.fixed_order else None)
         return out
 
 
@@ -72,4 +72,4 @@ def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Head | None:
     from nanovllm.kernels.products.int8_linear import can_multiply
 
     fits = can_multiply(torch.empty(0).device, build.dtype, num_cols)
-    return Int8Head(num_rows, num_cols, build.dtype, build.fixed_tiles) if fits else None
+    return Int8Head(num_rows, num_cols, build.dtype, build.fixed_order) if fits else None

@@ -41,9 +41,9 @@ class Kernels(Protocol):
         self, out: torch.Tensor, x: Any, weight: Any, bias: torch.Tensor | None
     ) -> None: ...
 
-    def has_one_tile(self, weight: Any) -> bool: ...
+    def can_fix_order(self, weight: Any) -> bool: ...
 
-    def by_one_tile(
+    def in_fixed_order(
         self, x: Any, weight: Any, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> torch.Tensor: ...
 
@@ -73,7 +73,7 @@ class QuantizedWeight(Weight):
         """Multiply by these kernels, unless they are to have one tile for any number of rows, and
         have none for this matrix. Returns whether it does.
         """
-        if not self.fixed_tiles or kernels.has_one_tile(self.codes):
+        if not self.fixed_order or kernels.can_fix_order(self.codes):
             self.kernels = kernels
         return self.kernels is not None
 
@@ -89,8 +89,8 @@ class QuantizedWeight(Weight):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.kernels is not None, NO_KERNELS
-        if self.fixed_tiles:
-            found = self.kernels.by_one_tile(x, self.codes, self.dtype, bias)
+        if self.fixed_order:
+            found = self.kernels.in_fixed_order(x, self.codes, self.dtype, bias)
             return found if out is None else out.copy_(found)
         if out is None:
             return self.kernels.linear(x, self.codes, self.dtype, bias, partial)
@@ -113,7 +113,7 @@ class DequantizedWeight(PlainWeight):
     """
 
     def __init__(self, weight: QuantizedWeight) -> None:
-        super().__init__(weight.numbers(), weight.fused, weight.fixed_tiles)
+        super().__init__(weight.numbers(), weight.fused, weight.fixed_order)
         self.origin = Origin(weight, type(weight).numbers, self.data.copy_)
 
     @property

@@ -53,8 +53,8 @@ class Weight(nn.Module):
     Args:
         dtype: torch.dtype of activations and results.
         fused: whether to multiply by our kernels where they are faster than the library's.
-        fixed_tiles: whether one tile of our kernels multiplies any number of rows, see
-            `Build.fixed_tiles`.
+        fixed_order: whether a product adds up in one order, whatever the number of rows, see
+            `Build.fixed_order`.
 
     Attributes:
         data: values or codes, [N, K] unless the format says otherwise.
@@ -65,9 +65,9 @@ class Weight(nn.Module):
     data: nn.Parameter
     act_block: int | None = None
 
-    def __init__(self, dtype: torch.dtype, fused: bool, fixed_tiles: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, fused: bool, fixed_order: bool = False) -> None:
         super().__init__()
-        self.dtype, self.fused, self.fixed_tiles = dtype, fused, fixed_tiles
+        self.dtype, self.fused, self.fixed_order = dtype, fused, fixed_order
 
     @property
     def num_rows(self) -> int:
@@ -148,8 +148,8 @@ class Weight(nn.Module):
             With a gate [T, N / 2], as `Codes` if its `next_block` is not None.
         """
         if gate is None:
-            return self.product(x, bias, partial and not self.fixed_tiles, out)
-        gated = self.gated(x, bias, gate, out) if self.fused and not self.fixed_tiles else None
+            return self.product(x, bias, partial and not self.fixed_order, out)
+        gated = self.gated(x, bias, gate, out) if self.fused and not self.fixed_order else None
         if gated is not None:
             return gated
         return gate.apply(self.product(x, bias, False, None), self.fused, out)
@@ -199,11 +199,11 @@ class PlainWeight(Weight):
 
     Args:
         data: [N, K], may be uninitialised until loaded.
-        fused, fixed_tiles: see `Weight`.
+        fused, fixed_order: see `Weight`.
     """
 
-    def __init__(self, data: torch.Tensor, fused: bool, fixed_tiles: bool = False) -> None:
-        super().__init__(data.dtype, fused, fixed_tiles)
+    def __init__(self, data: torch.Tensor, fused: bool, fixed_order: bool = False) -> None:
+        super().__init__(data.dtype, fused, fixed_order)
         self.data = nn.Parameter(data, False)
 
     @property
@@ -223,12 +223,12 @@ class PlainWeight(Weight):
         partial: bool,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The product without a gate; by the library if `out` is given, unless `fixed_tiles`."""
+        """The product without a gate; by the library if `out` is given, unless `fixed_order`."""
         assert isinstance(x, torch.Tensor), NO_CODES
-        if self.fixed_tiles:
-            from nanovllm.kernels.products.linear import by_one_tile
+        if self.fixed_order:
+            from nanovllm.kernels.products.linear import in_fixed_order
 
-            return by_one_tile(x, self.data, bias, out)
+            return in_fixed_order(x, self.data, bias, out)
         if out is not None:
             if bias is None:
                 return torch.mm(x, self.data.T, out=out)
