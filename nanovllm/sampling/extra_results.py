@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.sampling.logprobs import Logprobs
 from nanovllm.sampling.reporting import Left, Scored
 from nanovllm.token_sets import pack
-from nanovllm.utils.device import to_host
+from nanovllm.utils.device import rows_to_host, to_host
+from nanovllm.utils.modes import without_modes
 
 
 class Extra(NamedTuple):
@@ -43,9 +45,9 @@ class ExtraResults:
     def __init__(self, plan: StepPlan, extra: Extra, vocab_size: int) -> None:
         self._plan, self._vocab_size = plan, vocab_size
         self._scored = [one._replace(logprobs=one.logprobs.to_host()) for one in extra.scored]
-        self._left = None
-        if extra.left is not None:
-            self._left = extra.left.places, to_host(extra.left.words).numpy()
+        self._left, self._listed = extra.left, None
+        if extra.left is not None:  # whose words stay where they are, for sets of many tokens
+            self._listed = to_host(extra.left.listed).numpy()
         self._prompt_logprobs = [part.to_host() for part in extra.prompt_logprobs]
         self._pooled = None if extra.pooled is None else to_host(extra.pooled).numpy()
 
@@ -76,10 +78,10 @@ class ExtraResults:
                 results.embedding = None if is_lost else vector
 
     def _give_masks(self, sampled: list[ScheduledSequence], is_open: list[bool]) -> None:
-        if self._left is None:
+        if self._left is None or self._listed is None:
             return
-        places, words = self._left
-        for place, packed in zip(places.tolist(), pack(words, self._vocab_size), strict=True):
+        sets = _packed(self._listed, self._left.words, self._vocab_size)
+        for place, packed in zip(self._left.places.tolist(), sets, strict=True):
             item = sampled[place]
             mask = item.seq.results.sampling_mask
             if mask is not None and is_open[place]:
@@ -121,6 +123,23 @@ def _give_logprobs(scored: Scored, sampled: list[ScheduledSequence], is_open: li
             if tokens[own]:
                 ids, logs = [ids[0], *tokens[own]], [logs[0], *values[own]]
             logprobs.append(ids, logs, rank)
+
+
+def _packed(listed: NDArray[np.int32], words: torch.Tensor, vocab_size: int) -> list[bytes | None]:
+    """The sets of tokens for `TokenSets`, from `Left.listed` and, on the device, `Left.words`."""
+    data, width, counts = listed.tobytes(), listed.shape[1], listed[:, 0]
+    begins = range(1, listed.size, width)
+    packed: list[bytes | None] = [
+        data[4 * begin : 4 * (begin + count)]
+        for begin, count in zip(begins, counts.tolist(), strict=True)
+    ]
+    many = np.flatnonzero(counts >= width)
+    if len(many):
+        with without_modes():  # in which the step was launched
+            found = rows_to_host(words, many).numpy()
+        for i, own in zip(many.tolist(), pack(found, vocab_size), strict=True):
+            packed[i] = own
+    return packed
 
 
 def _entries(found: Logprobs) -> Iterator[tuple[list[int], list[float], int]]:

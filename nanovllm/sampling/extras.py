@@ -5,6 +5,7 @@ could have been drawn, and pooled hidden states.
 All ranks take part, because each rank has a part of the logits; rank 0 gets the results.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -28,8 +29,9 @@ from nanovllm.utils.device import upload
 
 # Bytes per logit of a row with controls: the logit itself, collected from all ranks (6), edited
 # (4), gathered to search for thresholds (4), and the count of its token (2). Where these have been
-# gathered, the bits of the tokens that could be drawn are written later: an eighth of a byte.
-BYTES = 16
+# gathered, the bits of the tokens that could be drawn are written later, and stay until the step
+# after has been launched: an eighth of a byte.
+BYTES = 16.125
 
 
 class Extras:
@@ -63,7 +65,7 @@ class Extras:
         self.sampler = ControlledSampler(vocab_size, max_num_seqs + 1, batch_invariant)
         self._max_num_seqs = max_num_seqs
         self._whole: Distributions | None = None  # of all rows that may sample
-        self.max_bytes = BYTES * max_num_seqs * vocab_size
+        self.max_bytes = math.ceil(BYTES * max_num_seqs * vocab_size)
 
     def compute(
         self, plan: StepPlan, batch: Batch, computed: Computed, controls: Controls | None

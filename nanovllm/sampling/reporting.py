@@ -1,6 +1,9 @@
 """Reports on draws: log-probabilities, and the tokens that could have been drawn.
 
 Letters: n rows with controls, m of them to report, V vocabulary, W = ceil(V / 32), K labels.
+
+Sets of tokens travel to the host as ids where they are few, as with top_k: bits of the whole
+vocabulary take longer to copy and to read than a step takes.
 """
 
 from typing import NamedTuple
@@ -12,9 +15,11 @@ from numpy.typing import NDArray
 from nanovllm.sampling.controlled_sampler import Drawn
 from nanovllm.sampling.controls import PROCESSED, RAW, Controls
 from nanovllm.sampling.logprobs import Distributions, Labels, Logprobs, logprobs_of
+from nanovllm.token_sets import num_words
 from nanovllm.utils.arrays import Int32
 from nanovllm.utils.device import runs_kernels, upload
 
+MAX_LISTED = 255  # ids of a set; with their number a KiB
 NO_LABELS = np.zeros(0, np.int32)
 
 
@@ -39,10 +44,13 @@ class Left(NamedTuple):
 
     Attributes:
         places: [m] int32, places of their rows among those that sample.
+        listed: [m, 1 + c] int32, the number of these tokens, and the first c of them, ascending;
+            undefined where there are fewer. c is less than W, and at most `MAX_LISTED`.
         words: [m, W] int32: bit t % 32 of word t // 32 for token t.
     """
 
     places: Int32
+    listed: torch.Tensor
     words: torch.Tensor
 
 
@@ -104,7 +112,7 @@ def report_draws(
     rows = np.flatnonzero(reports.masks).astype(np.int32)
     if not has_own or not len(rows):
         return scored, None
-    return scored, Left(places[rows], _left(drawn, rows))
+    return scored, Left(places[rows], *_left(drawn, rows))
 
 
 def _score(
@@ -138,19 +146,32 @@ def _score(
     return Scored(places[rows], found, entries, tokens)
 
 
-def _left(drawn: Drawn, rows: Int32) -> torch.Tensor:
-    """The tokens that could have been drawn in these rows: [m, W] int32."""
+def _left(drawn: Drawn, rows: Int32) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that could have been drawn in these rows: `Left.listed` and `Left.words`."""
     x, V = drawn.logits, drawn.logits.shape[1]
     [index] = upload(x.device, rows)
     least = torch.full((len(rows),), -torch.inf, dtype=torch.float32, device=x.device)
     if drawn.least is not None:
         least = drawn.least[index.long()]
+    W = num_words(V)
+    count = min(MAX_LISTED, W - 1)
     if runs_kernels(x):
-        from nanovllm.kernels.sampling.controls import left
+        from nanovllm.kernels.sampling.controls import left, listed
 
-        return left(x, index, least)
+        words = left(x, index, least)
+        return listed(words, count), words
     own = x[index.long()]
-    is_left = ((own >= least[:, None]) & (own > -torch.inf)).numpy()
-    bits = np.zeros((len(rows), -(-V // 32) * 32), np.uint8)
-    bits[:, :V] = is_left
-    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    is_left = (own >= least[:, None]) & (own > -torch.inf)
+    bits = torch.nn.functional.pad(is_left, (0, 32 * W - V)).cpu().numpy()
+    words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    return _listed(is_left, count), words
+
+
+def _listed(is_left: torch.Tensor, count: int) -> torch.Tensor:
+    """`Left.listed` of is_left: [m, V] bool, for `count` ids."""
+    places = is_left.cumsum(1, dtype=torch.int32)  # counted from 1
+    found = torch.zeros(len(places), 1 + count, dtype=torch.int32, device=places.device)
+    found[:, 0] = places[:, -1]
+    rows, ids = (is_left & (places <= count)).nonzero().unbind(1)
+    found[rows, places[rows, ids].long()] = ids.to(torch.int32)
+    return found

@@ -170,6 +170,18 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def rows_to_host(tensor: torch.Tensor, rows: NDArray[np.intp]) -> torch.Tensor:
+    """Rows of a tensor that is complete, in host memory: copied at once, beside later work of the
+    device.
+    """
+    index = torch.from_numpy(rows)
+    if not tensor.is_cuda:
+        return tensor[index]
+    copying = _side_stream(tensor.device)
+    with torch.cuda.stream(copying):
+        return tensor[index.to(tensor.device)].cpu()
+
+
 def host_array(device: torch.device, shape: tuple[int, ...]) -> NDArray[np.int32]:
     """An int32 array whose content is arbitrary, in memory that the device can read directly."""
     return torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda").numpy()

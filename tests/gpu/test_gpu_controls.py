@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from test_multi_gpu import SIZES
 from tiny_reference import make_prompts
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.benchmark.shapes import SHAPES
+from nanovllm.sampling import extra_results, reporting
 
 pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 256, "max_num_seqs": 64, "dtype": "float32"}
@@ -183,6 +186,46 @@ def test_embeddings_and_scores(tiny: str) -> None:
         found[device] = torch.tensor(vectors), torch.tensor(scores)
     for mine, wanted in zip(found["cuda"], found["cpu"], strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sampling_masks_of_few_tokens_and_of_many(
+    overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They travel as ids, or as bits beside the step after. PyTorch finds the same."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
+    filters: list[dict[str, Any]] = [
+        *({"top_k": top_k} for top_k in (1, 50, 254, 255, 256, 257, 9000)),
+        *({"top_p": 0.3}, {"top_p": 0.9}, {"min_p": 0.2}, {"allowed_token_ids": [0, 151935]}),
+        {"logit_bias": {7: 1.0}},
+    ]
+    common = {"temperature": 0.8, "max_tokens": 9, "ignore_eos": True, "return_sampling_mask": True}
+    params = [SamplingParams(**common, seed=i, **own) for i, own in enumerate(filters * 4)]
+    options = {"load_format": "dummy", "batch_invariant": True, "max_model_len": 256}
+    options |= {"num_kvcache_blocks": 64, "max_num_seqs": 64, "enable_prefix_caching": False}
+    num_fetched = []
+    copy = extra_results.rows_to_host
+
+    def spy(words: Any, rows: Any) -> Any:
+        num_fetched.append(len(rows))
+        return copy(words, rows)
+
+    monkeypatch.setattr(extra_results, "rows_to_host", spy)
+    found = []
+    with LLM(tmp_path, overlap=overlap, **options) as llm:
+        for runs in (reporting.runs_kernels, lambda logits: False):
+            monkeypatch.setattr(reporting, "runs_kernels", runs)
+            outputs = llm.generate([[i, 5] for i in range(len(params))], params, use_tqdm=False)
+            found.append([(o["token_ids"], list(o.outputs[0].sampling_mask)) for o in outputs])
+            assert 0 < sum(num_fetched) < 9 * len(params)
+            num_fetched.clear()
+    assert found[0] == found[1]
+    for i, (token_ids, masks) in enumerate(found[0]):
+        own = filters[i % len(filters)]
+        for token, mask in zip(token_ids, masks, strict=True):
+            assert mask is None if "logit_bias" in own else token in mask
+            assert "top_k" not in own or len(mask) >= own["top_k"]
+            assert "allowed_token_ids" not in own or mask == [0, 151935]
 
 
 @pytest.mark.multi_gpu

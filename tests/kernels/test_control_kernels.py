@@ -19,6 +19,7 @@ from nanovllm.kernels.sampling.draw import sample
 from nanovllm.kernels.sampling.logprobs import logprobs
 from nanovllm.kernels.sampling.thresholds import thresholds
 from nanovllm.layers.embed_head import vocab_span
+from nanovllm.sampling import reporting
 from nanovllm.sampling.controlled_sampler import least_logits, process_logits
 from nanovllm.sampling.controls import IN_PROMPT, MAX_COUNT, Controls, Reports
 from nanovllm.sampling.logprobs import Distributions, Labels, Logprobs, logprobs_of
@@ -302,6 +303,28 @@ def test_what_is_left(kind: str, V: int) -> None:
     want = ((x[rows] >= least[:, None]) & (x[rows] > -INF)).numpy()
     assert np.array_equal(bits[:, :V], want) and not bits[:, V:].any()
     assert kind != "ties" or want[1].sum() > 5
+
+
+@pytest.mark.parametrize("way", ["kernel", "torch"])
+@pytest.mark.parametrize("V", [33, 20000, LARGE])
+def test_the_first_that_are_left_are_listed(V: int, way: str) -> None:
+    """Of rows that leave none, all, and about as many as there is room for."""
+    rng, W = np.random.default_rng(SEED), -(-V // 32)
+    for count in (0, 1, 31, 255):
+        sizes = [size for size in (0, 1, count - 1, count, count + 1, V) if 0 <= size <= V]
+        is_left = np.zeros((len(sizes), 32 * W), np.bool_)
+        for row, size in zip(is_left, sizes, strict=True):
+            row[rng.choice(V, size, replace=False)] = True
+        is_left[1, :V] = np.arange(V) == V - 1  # the last word's last column
+        if way == "kernel":
+            words = np.packbits(is_left, axis=1, bitorder="little").view(np.int32)
+            found = kernels.listed(*to_device(words), count)
+        else:
+            found = reporting._listed(*to_device(is_left[:, :V]), count)
+        assert found.dtype == torch.int32 and found.shape == (len(sizes), 1 + count)
+        for (num, *ids), row in zip(found.tolist(), is_left, strict=True):
+            wanted = np.flatnonzero(row).tolist()
+            assert num == len(wanted) and ids[:num] == wanted[:count]
 
 
 def test_large_logits_do_not_round_log_probabilities() -> None:

@@ -41,7 +41,7 @@ from nanovllm import (
 from nanovllm.batch import Generate, read_rows
 from nanovllm.batch import run as run_rows
 from nanovllm.outputs import CompletionOutput
-from nanovllm.sampling import controlled_sampler, logprobs, reporting
+from nanovllm.sampling import controlled_sampler, extra_results, logprobs, reporting
 from nanovllm.sampling.control_table import ControlTable
 from nanovllm.sampling.extras import Extras
 from nanovllm.sampling_params import LOGPROBS_MODES
@@ -488,6 +488,33 @@ def test_tokens_that_are_as_likely_as_the_last_stay_in(path: Path) -> None:
         values = [place[token].logprob for token in range(VOCAB)]
         expected = np.where(np.isin(range(VOCAB), [*ties]), np.log(0.25), -np.inf)
         assert values == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=interpreted)])
+def test_bits_travel_for_large_sets_alone(
+    by_kernels: bool, path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, of more than four tokens: so many ids are as long as the bits of all."""
+    if by_kernels:
+        for module in (controlled_sampler, logprobs, reporting):
+            monkeypatch.setattr(module, "runs_kernels", lambda logits: True)
+    num_rows = []
+    copy = extra_results.rows_to_host
+
+    def spy(tensor: Any, rows: Any) -> Any:
+        num_rows.append(len(rows))
+        return copy(tensor, rows)
+
+    monkeypatch.setattr(extra_results, "rows_to_host", spy)
+    own = {"max_tokens": 6, "ignore_eos": True, "return_sampling_mask": True}
+    requests = [
+        ([5, 77], SamplingParams(0.7, seed=top_k, top_k=top_k, **own)) for top_k in (1, 4, 5, 130)
+    ]
+    with np.errstate(all="ignore"), LLM(path, **SMALL) as llm:
+        outputs = run(llm, requests)
+    checker = Checker(oracle)
+    checker.check_all(outputs, requests)
+    assert checker.counts["mask"] == 4 * 6 and num_rows == [2] * 6
 
 
 def test_masks_follow_a_form(tiny_llm: LLM) -> None:

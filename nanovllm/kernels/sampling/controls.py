@@ -13,6 +13,7 @@ from nanovllm.utils.integers import cdiv
 BLOCKS = 32  # blocks per program of `process`
 SPAN = BLOCK * BLOCKS  # columns per program
 WORDS = 64  # words of 32 columns per program of `left`
+LISTED_WORDS = 256  # words that a program of `listed` reads at once
 
 
 @triton.jit
@@ -155,6 +156,42 @@ def left(x: torch.Tensor, rows: torch.Tensor, least: torch.Tensor) -> torch.Tens
     bits = torch.empty(m, W, dtype=torch.int32, device=x.device)
     _left_kernel[(m, cdiv(W, WORDS))](x, rows, least, bits, V, W, WORDS=WORDS, num_warps=4)
     return bits
+
+
+@triton.jit
+def _listed_kernel(bits_ptr, listed_ptr, W, COUNT: tl.constexpr, WORDS: tl.constexpr):
+    # One program: a row, in order. Most words have no bit.
+    row, lanes, num = tl.program_id(0).to(tl.int64), tl.arange(0, 32), 0
+    listed_ptr += row * (1 + COUNT)
+    for first in range(0, W, WORDS):
+        index = first + tl.arange(0, WORDS)
+        words = tl.load(bits_ptr + row * W + index, mask=index < W, other=0)
+        if tl.max((words != 0).to(tl.int32), 0) > 0:
+            bits = (words[:, None] >> lanes[None, :]) & 1
+            of_word = tl.sum(bits, 1)
+            before = num + tl.cumsum(of_word, 0) - of_word
+            place = before[:, None] + tl.cumsum(bits, 1) - bits
+            ids = index[:, None] * 32 + lanes[None, :]
+            tl.store(listed_ptr + 1 + place, ids, mask=(bits != 0) & (place < COUNT))
+            num += tl.sum(of_word, 0)
+    tl.store(listed_ptr, num)
+
+
+def listed(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """The columns that `left` leaves, as ids where they are few.
+
+    Args:
+        bits: [m, W] int32, result of `left`.
+        count: maximum number of ids of a row.
+
+    Returns:
+        [m, 1 + count] int32: the number of columns that a row leaves, and the first `count` of
+        them, ascending; undefined where there are fewer.
+    """
+    m, W = bits.shape
+    out = torch.empty(m, 1 + count, dtype=torch.int32, device=bits.device)
+    _listed_kernel[(m,)](bits, out, W, COUNT=count, WORDS=LISTED_WORDS, num_warps=8)
+    return out
 
 
 @triton.jit
