@@ -22,6 +22,7 @@ import torch
 from nanovllm import TINY
 from nanovllm.utils import device
 
+FIRST = ("test_workers.py", "test_replicas.py")
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU
@@ -44,8 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(marker) and count < needed:
                 reason = f"needs {needed} CUDA device(s), PyTorch sees {count}"
                 item.add_marker(pytest.mark.skip(reason=reason))
-    # The longest first, and by one process: at the end, another would wait for it.
-    items.sort(key=lambda item: item.path.name != "test_workers.py")
+    # The longest first, and each by one process: at the end, another would wait for it, or start
+    # the replicas that all of a module's tests share once more.
+    items.sort(key=lambda item: [*FIRST, item.path.name].index(item.path.name))
 
 
 def pytest_unconfigure() -> None:

@@ -158,15 +158,17 @@ def was_preempted(output: RequestOutput) -> bool:
     return output.metrics.num_preemptions > 0
 
 
-def preempt_each(patch: pytest.MonkeyPatch) -> None:
-    """Let each sequence lose its place once, after any of its tokens, as where the pool is full."""
+def preempt_each(patch: pytest.MonkeyPatch, max_tokens: int = 7) -> None:
+    """Let each sequence lose its place once, after any of its first `max_tokens` tokens, as where
+    the pool is full.
+    """
     schedule = Scheduler.schedule
 
     def preempting(scheduler: Scheduler) -> list[ScheduledSequence]:
         for seq in [*scheduler.running]:
             if (
                 not seq.num_preemptions
-                and seq.seq_id % 7 < len(seq.token_ids) - seq.num_prompt_tokens
+                and seq.seq_id % max_tokens < len(seq.token_ids) - seq.num_prompt_tokens
             ):
                 scheduler.preempt(seq)
         return schedule(scheduler)
@@ -210,8 +212,8 @@ def differences(
         with LLM(path, **{**options, **own}) as llm, pytest.MonkeyPatch.context() as patch:
             if way == "preempted":
                 patch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
-                if each:
-                    preempt_each(patch)
+                if each:  # before its last token
+                    preempt_each(patch, work.max_tokens - 1)
             watch = Watch(patch)
             for _ in range(2 if way == "hits" else 1):
                 found = [*zip(count, run(llm, count, **more), strict=True)]

@@ -31,15 +31,17 @@ def processed(
     }
     if len(output) < params.min_tokens:
         banned |= set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos))
+    allowed = None if params.allowed_token_ids is None else {*params.allowed_token_ids}
+    seen = {*prompt, *output}
     values = []
     for token, logit in enumerate(logits):
         value = float(logit)
-        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+        if allowed is not None and token not in allowed:
             value = -math.inf
         if token in banned:
             value = -math.inf
         value += (params.logit_bias or {}).get(token, 0.0)
-        if token in prompt or token in output:
+        if token in seen:
             penalty = params.repetition_penalty
             value = value / penalty if value > 0 else value * penalty
         value -= params.frequency_penalty * output.count(token)
@@ -65,11 +67,12 @@ def kept(values: np.ndarray, params: SamplingParams) -> Kept:
     weights = np.exp((values - values.max()) / temperature)
     left = possible & (weights >= min_p)
     doubtful = np.abs(weights - min_p) < 1e-9 * min_p
+    is_larger = values > values[:, None]  # [token, other]
     if params.top_k > 0:
-        left &= np.array([(values > value).sum() < params.top_k for value in values])
+        left &= is_larger.sum(1) < params.top_k
     total = math.fsum(weights[left])
     if top_p < 1:
-        before = np.array([math.fsum(weights[left & (values > value)]) for value in values])
+        before = (is_larger & left) @ weights
         left &= before < top_p * total
         doubtful |= np.abs(before - top_p * total) < 1e-9 * total
     return Kept(left, doubtful & possible & (values < values.max()))
@@ -139,6 +142,13 @@ class Oracle:
                 row = self.model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
             self._logits[tuple(ids)] = row.double().numpy()
         return self._logits[tuple(ids)]
+
+    def read(self, ids: list[int]) -> None:
+        """Find the logits behind each token of `ids`, in one pass."""
+        if any(tuple(ids[:n]) not in self._logits for n in range(1, len(ids) + 1)):
+            with torch.inference_mode():
+                rows = self.model(torch.tensor([ids])).logits[0].double().numpy()
+            self._logits |= {tuple(ids[:n]): row for n, row in enumerate(rows, 1)}
 
     def complete(
         self,

@@ -96,15 +96,18 @@ def compile_engine(
     from nanovllm import LLM, SamplingParams
 
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "num_kvcache_blocks": 4096}
+    limits |= options
+    longest = 3 * limits["max_num_batched_tokens"]  # else small steps are hundreds, all alike
+    lengths = [min(n, longest) for n in (1, 2, 17, 40, 90, 100, 33, 64, 5, 9)]
     with tempfile.TemporaryDirectory() as directory:
         write_config(directory, shape, head_dim, architecture, **(config or {}))
-        with LLM(directory, load_format="dummy", **(limits | options)) as llm:
+        with LLM(directory, load_format="dummy", **limits) as llm:
             for own in CONTROLS:  # one sort at a time, then all
-                llm.generate([[7] * 40], SamplingParams(max_tokens=3, **own), use_tqdm=False)
+                one = SamplingParams(max_tokens=3, **own)
+                llm.generate([[7] * min(40, longest)], one, use_tqdm=False)
             params = [SamplingParams(max_tokens=3 + i, **own) for i, own in enumerate(CONTROLS)]
-            prompts = [[7] * n for n in (1, 2, 17, 40, 90, 100, 33, 64, 5, 9)]
-            llm.generate(prompts, params, use_tqdm=False)
-            llm.embed([[7] * 20], pooling="mean", use_tqdm=False)
+            llm.generate([[7] * n for n in lengths], params, use_tqdm=False)
+            llm.embed([[7] * min(20, longest)], pooling="mean", use_tqdm=False)
             return str(llm.metrics()["attention_backend"])
 
 

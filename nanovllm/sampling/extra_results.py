@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import ScheduledSequence
@@ -13,6 +14,7 @@ from nanovllm.sampling.logprobs import Logprobs
 from nanovllm.sampling.reporting import Left, Scored
 from nanovllm.token_sets import pack
 from nanovllm.utils.device import rows_to_host, to_host
+from nanovllm.utils.modes import without_modes
 
 
 class Extra(NamedTuple):
@@ -43,9 +45,9 @@ class ExtraResults:
     def __init__(self, plan: StepPlan, extra: Extra, vocab_size: int) -> None:
         self._plan, self._vocab_size = plan, vocab_size
         self._scored = [one._replace(logprobs=one.logprobs.to_host()) for one in extra.scored]
-        self._left = None
+        self._left, self._listed = extra.left, None
         if extra.left is not None:  # whose words stay where they are, for sets of many tokens
-            self._left = extra.left._replace(listed=to_host(extra.left.listed))
+            self._listed = to_host(extra.left.listed).numpy()
         self._prompt_logprobs = [part.to_host() for part in extra.prompt_logprobs]
         self._pooled = None if extra.pooled is None else to_host(extra.pooled).numpy()
 
@@ -76,9 +78,9 @@ class ExtraResults:
                 results.embedding = None if is_lost else vector
 
     def _give_masks(self, sampled: list[ScheduledSequence], is_open: list[bool]) -> None:
-        if self._left is None:
+        if self._left is None or self._listed is None:
             return
-        sets = _packed(self._left, self._vocab_size)
+        sets = _packed(self._listed, self._left.words, self._vocab_size)
         for place, packed in zip(self._left.places.tolist(), sets, strict=True):
             item = sampled[place]
             mask = item.seq.results.sampling_mask
@@ -123,9 +125,8 @@ def _give_logprobs(scored: Scored, sampled: list[ScheduledSequence], is_open: li
             logprobs.append(ids, logs, rank)
 
 
-def _packed(left: Left, vocab_size: int) -> list[bytes | None]:
-    """The sets of tokens for `TokenSets`."""
-    listed = left.listed.numpy()
+def _packed(listed: NDArray[np.int32], words: torch.Tensor, vocab_size: int) -> list[bytes | None]:
+    """The sets of tokens for `TokenSets`, from `Left.listed` and, on the device, `Left.words`."""
     data, width, counts = listed.tobytes(), listed.shape[1], listed[:, 0]
     begins = range(1, listed.size, width)
     packed: list[bytes | None] = [
@@ -134,8 +135,9 @@ def _packed(left: Left, vocab_size: int) -> list[bytes | None]:
     ]
     many = np.flatnonzero(counts >= width)
     if len(many):
-        words = rows_to_host(left.words, many).numpy()
-        for i, own in zip(many.tolist(), pack(words, vocab_size), strict=True):
+        with without_modes():  # in which the step was launched
+            found = rows_to_host(words, many).numpy()
+        for i, own in zip(many.tolist(), pack(found, vocab_size), strict=True):
             packed[i] = own
     return packed
 

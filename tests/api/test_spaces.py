@@ -16,7 +16,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from checkpoints import SMALL, gather, greedy, make_checkpoint, with_rare
+from checkpoints import SMALL, gather, greedy, make_checkpoint
 from nanovllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanovllm.batch import read_rows, run
 from nanovllm.sampling.structured_output import GrammarCompiler
@@ -183,18 +183,19 @@ def test_a_lone_metaspace_decoder_is_taken_for_what_it_is() -> None:
     assert "Metaspace" in str(tokenizer.backend_tokenizer.decoder)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="replicas are tried on Linux only")
-@pytest.mark.parametrize("path", with_rare(DECODERS, "metaspace"), indirect=True)
-def test_replicas_and_coroutines_say_the_same(path: Path, llm: LLM) -> None:
+@pytest.fixture
+def said(llm: LLM) -> tuple[list[SamplingParams], list[str]]:
+    """Parameters for the prompts, one of which has a form, and the texts of an engine."""
     form = StructuredOutputsParams(choice=[" yes", " no"])
     params = [drawn(llm, i) for i in range(len(PROMPTS))]
     params[1] = SamplingParams(2.0, 9, seed=1, structured_outputs=form)
-    wanted = [output["text"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-    assert wanted[1] in (" yes", " no")
-    with LLM(path, **SMALL, data_parallel_size=2) as other:
-        assert [o["text"] for o in other.generate(PROMPTS, params, use_tqdm=False)] == wanted
-        streamed = gather(other.stream(PROMPTS, params))
-        assert [streamed[i][0][1] for i in sorted(streamed)] == wanted
+    texts = [output["text"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    assert texts[1] in (" yes", " no")
+    return params, texts
+
+
+def test_coroutines_say_the_same(path: Path, said: tuple[list[SamplingParams], list[str]]) -> None:
+    params, wanted = said
 
     async def each() -> list[str]:
         async with AsyncLLM(path, **SMALL) as engine:
@@ -205,3 +206,13 @@ def test_replicas_and_coroutines_say_the_same(path: Path, llm: LLM) -> None:
             return texts
 
     assert asyncio.run(each()) == wanted
+
+
+@pytest.mark.slow  # the replicas of other tests say what one engine says
+@pytest.mark.skipif(sys.platform != "linux", reason="replicas are tried on Linux only")
+def test_replicas_say_the_same(path: Path, said: tuple[list[SamplingParams], list[str]]) -> None:
+    params, wanted = said
+    with LLM(path, **SMALL, data_parallel_size=2) as other:
+        assert [o["text"] for o in other.generate(PROMPTS, params, use_tqdm=False)] == wanted
+        streamed = gather(other.stream(PROMPTS, params))
+        assert [streamed[i][0][1] for i in sorted(streamed)] == wanted

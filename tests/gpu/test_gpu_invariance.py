@@ -131,7 +131,7 @@ def test_calls(way: str) -> None:
     with LLM(calls.TINY, **{**calls.OPTIONS, **options}) as llm:
         with pytest.MonkeyPatch.context() as patch:
             if way == "preempted":
-                preempt_each(patch)
+                preempt_each(patch, 4)
             outputs = calls.run(llm)
         assert any(map(was_preempted, outputs)) == (way == "preempted")
         assert llm.metrics()["num_graph_replays"] > 0 or way == "preempted"

@@ -18,7 +18,7 @@ from fp8_checkpoints import in_int8
 from invariance import Workload, differences
 from test_other_gpus import run
 
-from checkpoints import SMALL, make_checkpoint, rare
+from checkpoints import SMALL, make_checkpoint, rare, with_rare
 from nanovllm.attention.invariant_backend import InvariantBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -55,7 +55,7 @@ from nanovllm.tensors.qk_norm_rope import QKNormRope, Turn
 from nanovllm.tensors.scoring import Scoring
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # as the interpreter, whose is exact
-COUNTS = (1, 2, 17, 64, 65)
+COUNTS = (1, 17, 65)
 T = 70
 
 
@@ -270,7 +270,7 @@ def test_attention_agrees_with_the_oracle(name: str, dtype: torch.dtype, fp8: bo
 
 LENGTH = 150
 # Ends within tiles of queries and of keys, and at them; single tokens, as of decodes.
-CHUNKS = [(0, 7, 40, 41, 64, 128, 150), (0, 63, 64, 65, 150), (0, 1, 2, 3, 149, 150), (0, 96, 150)]
+CHUNKS = [(0, 7, 40, 41, 64, 128, 150), (0, 1, 2, 3, 63, 65, 149, 150)]
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "heads of 128": {"d": 128, "hq": 2, "hkv": 1},
@@ -335,7 +335,7 @@ class Sequence:
         return out[len(out) - (end - start) :]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", with_rare(SHAPES, "groups of 3", "window of 10", "8 bits"))
 def test_attention_of_a_token_is_that_of_a_prompt(name: str) -> None:
     """Whether its keys come from the same step or an earlier one, and whatever is beside it."""
     seq = Sequence(**SHAPES[name])
@@ -344,9 +344,8 @@ def test_attention_of_a_token_is_that_of_a_prompt(name: str) -> None:
     for bounds in CHUNKS:
         parts = [seq.attend(*each, beside=each[0] % 50 or None) for each in pairwise(bounds)]
         assert torch.cat(parts).equal(whole), bounds
-    for position in (0, 31, 32, 63, 64, 127, 149):
-        for beside in (None, 90):
-            assert seq.attend(position, position + 1, beside).equal(whole[position : position + 1])
+    for position, beside in ((0, 90), (31, None), (32, 90), (63, 90), (64, None), (149, 90)):
+        assert seq.attend(position, position + 1, beside).equal(whole[position : position + 1])
 
 
 def test_other_kernels_of_attention_have_other_bits() -> None:
@@ -370,7 +369,7 @@ EXPERTS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", with_rare(EXPERTS, "fp8 rows"))
 def test_experts(name: str) -> None:
     """A token's results do not depend on how many others its experts have, or on its number."""
     weights, x, logits = ExpertWeights(*EXPERTS[name]()), half(T, M), half(T, E)
@@ -402,7 +401,7 @@ def test_experts_keep_codes_that_have_no_tile_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_gated_delta_net(dtype: torch.dtype) -> None:
     """Tokens in chunks of any lengths, and one by one; states have the same bits, too."""
-    Hk, Hv, K, V, J, length = 2, 4, 16, 32, 4, 30
+    Hk, Hv, K, V, J, length = 2, 4, 16, 32, 4, 20
     C = 2 * Hk * K + Hv * V
     layer = DeltaNet(
         randn(C, J, dtype=dtype, seed=1), randn(Hv, seed=2), randn(Hv, seed=3), randn(V, seed=4),
@@ -472,6 +471,7 @@ def test_log_probabilities(dtype: torch.dtype) -> None:
 
     inputs = logits, drawn, divisors, least
     assert_alike(partial(compute, N=MAX_LOGPROBS), *inputs)
+    inputs = tuple(x[:9] for x in inputs)
     whole = compute(*inputs, N=MAX_LOGPROBS)
     for N in (0, 1, 7):
         for part, of_whole in zip(compute(*inputs, N=N), whole, strict=True):
@@ -553,7 +553,7 @@ def test_models_by_kernels(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     options = {**SMALL, "attention_backend": "triton", "dtype": "float16", **more}
     # Layers with a state begin at a snapshot behind 64 tokens.
     lengths, shared = ((15, 13), 64) if name in ("qwen3.5", "lfm2") else ((4, 13), 17)
-    work = Workload(9, lengths, max_tokens=6, shared=shared)
+    work = Workload(9, lengths, max_tokens=4, shared=shared)
     ways = WAYS if name != "qwen3" else {way: WAYS[way] for way in ("batch", "chunks")}
     assert differences(path, work, {**options, "batch_invariant": True}, ways) == []
 

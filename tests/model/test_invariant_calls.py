@@ -40,7 +40,7 @@ def test_one_engine(adapter: Path, wanted: Wanted) -> None:
         plain = run(llm, REQUESTS[-1:])
         llm.load_adapter(adapter)
         with pytest.MonkeyPatch.context() as patch:
-            preempt_each(patch)
+            preempt_each(patch, 4)
             watch = Watch(patch)
             found = run(llm)
         assert [*map(shown, found)] == outputs

@@ -141,6 +141,7 @@ class Checker:
         for part in (found.logprobs, found.sampling_mask):
             assert part is None or len(part) == len(tokens)
         total = 0.0
+        self._oracle.read([*prompt, *tokens[:-1]])
         for i, token in enumerate(tokens):
             logits = self._oracle.logits([*prompt, *tokens[:i]])
             values = processed(logits, prompt, tokens[:i], params, EOS)
