@@ -10,6 +10,7 @@ from checkpoints import SMALL, TINY
 
 HOST_MODULES = {
     "adapters": "directory config parameters matching",
+    "images": "image positions",
     "engine": "sequence block_manager scheduler plan step_layout engine_core",
     "scheduling": "admission prefixes stopping",
     "sizing": "memory model_size",

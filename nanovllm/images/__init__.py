@@ -1,0 +1,4 @@
+"""Image inputs on the host: what is read, resized and counted before a request reaches the engine.
+
+Every file is a door.
+"""
