@@ -29,7 +29,8 @@ class VisionConfig:
         out_hidden_size: size of the embeddings, that of the language model.
         deepstack: blocks whose states are added behind the first layers of the language model, too.
         mean, std: of each colour, from 0 to 1, by which pixels are normalised.
-        three_axes: whether tokens of images have positions of three axes (see `RopeParameters`).
+        mrope_section: number of pairs of a head that are rotated by a token's position on each of
+            three axes (see `axes_of_pairs`); empty: tokens have one position each.
     """
 
     tower: str
@@ -46,7 +47,7 @@ class VisionConfig:
     deepstack: tuple[int, ...] = ()
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    three_axes: bool = False
+    mrope_section: tuple[int, ...] = ()
 
     @property
     def head_dim(self) -> int:
@@ -59,11 +60,14 @@ class VisionConfig:
         return (1 + len(self.deepstack)) * self.out_hidden_size
 
 
-def read_vision(whole: dict[str, Any], tower: str, hidden_size: int) -> VisionConfig:
+def read_vision(
+    whole: dict[str, Any], text: dict[str, Any], tower: str, hidden_size: int
+) -> VisionConfig:
     """The vision tower of a config.json.
 
     Args:
         whole: config.json.
+        text: the keys of the language model, with the family's defaults.
         tower: kind of the tower.
         hidden_size: hidden size of the language model.
 
@@ -85,14 +89,16 @@ def read_vision(whole: dict[str, Any], tower: str, hidden_size: int) -> VisionCo
         tower,
         read_value(whole, "image_token_id", int, 151_655, minimum=0),
         depth,
-        *(read_value(raw, key, int) for key in ("hidden_size", "intermediate_size", "num_heads")),
+        read_value(raw, "hidden_size", int),
+        read_value(raw, "intermediate_size", int),
+        read_value(raw, "num_heads", int),
         read_value(raw, "patch_size", int),
         read_value(raw, "temporal_patch_size", int),
         read_value(raw, "spatial_merge_size", int),
         read_value(raw, "num_position_embeddings", int),
         read_value(raw, "out_hidden_size", int),
-        _read_deepstack(raw, depth),
-        three_axes=True,
+        deepstack=_read_deepstack(raw, text, depth),
+        mrope_section=_read_section(text),
     )
     if found.out_hidden_size != hidden_size:
         raise ValueError(
@@ -129,9 +135,12 @@ QWEN3_VL_DEFAULTS = {  # of transformers' classes
 }
 
 
-def _read_deepstack(raw: dict[str, Any], depth: int) -> tuple[int, ...]:
+def _read_deepstack(raw: dict[str, Any], text: dict[str, Any], depth: int) -> tuple[int, ...]:
+    """The blocks of deepstack; none in families without a default for them."""
     key = "deepstack_visual_indexes"
-    indexes = raw.get(key, [])
+    if key not in text:
+        return ()
+    indexes = raw.get(key, text[key])
     rising = isinstance(indexes, list) and all(type(i) is int for i in indexes)
     if not rising or indexes != sorted({*indexes}) or not all(0 <= i < depth for i in indexes):
         raise ValueError(
@@ -139,3 +148,16 @@ def _read_deepstack(raw: dict[str, Any], depth: int) -> tuple[int, ...]:
             f"{indexes!r}"
         )
     return tuple(indexes)
+
+
+def _read_section(text: dict[str, Any]) -> tuple[int, ...]:
+    """`mrope_section` of RoPE, wherever it stands."""
+    key, section = "mrope_section", text["mrope_section"]
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = text.get(name)
+        if isinstance(rope, dict) and rope.get(key) is not None:
+            section = rope[key]
+    of_integers = isinstance(section, list) and all(type(n) is int and n >= 0 for n in section)
+    if not of_integers or len(section) != 3:
+        raise ValueError(f"config.json: `{key}` must be three whole numbers, got {section!r}")
+    return tuple(section)

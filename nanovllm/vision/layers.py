@@ -26,7 +26,7 @@ class Linear(Layer):
 
 
 class LayerNorm(Layer):
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (Ba et al., 2016)."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias of rows (Ba et al., 2016)."""
 
     def __init__(self, size: int, eps: float, build: Build) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class Alike(NamedTuple):
 
     Attributes:
         rows, columns: grid of each in patches.
-        count: number of them.
+        num_images: number of them.
     """
 
     rows: int
     columns: int
-    count: int
+    num_images: int
 
     @property
     def num_patches(self) -> int:
@@ -113,10 +113,10 @@ def attend_within_images(
     """
     out, begin = torch.empty_like(q), 0
     for each in images:
-        end = begin + each.count * each.num_patches
+        end = begin + each.num_images * each.num_patches
         # [n, H, P of an image, D]
         heads = [
-            x[begin:end].unflatten(0, (each.count, each.num_patches)).transpose(1, 2)
+            x[begin:end].unflatten(0, (each.num_images, each.num_patches)).transpose(1, 2)
             for x in (q, k, v)
         ]
         found = F.scaled_dot_product_attention(*heads)

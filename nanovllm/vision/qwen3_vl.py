@@ -192,17 +192,14 @@ class Qwen3VLTower(Tower):
 
     def forward(self, patches: torch.Tensor, images: list[Alike]) -> torch.Tensor:
         x = self.patch_embed(patches)
-        found = [self._places_of(each, x.device) for each in images]
-        table = self.pos_embed.weight
-        learned = [
-            ((F.embedding(p.taps, table) * p.weights.unsqueeze(2)).sum(1)).repeat(each.count, 1)
-            for p, each in zip(found, images, strict=True)
-        ]
+        learned, turns = [], []
+        for each in images:
+            places, n = self._places_of(each, x.device), each.num_images
+            taps = F.embedding(places.taps, self.pos_embed.weight)  # [P, 4, V]
+            learned.append((taps * places.weights.unsqueeze(2)).sum(1).repeat(n, 1))
+            turns.append((places.cos.repeat(n, 1, 1), places.sin.repeat(n, 1, 1)))
         x = x + torch.cat(learned).to(x.dtype)
-        cos, sin = (
-            torch.cat([p[i].repeat(each.count, 1, 1) for p, each in zip(found, images, strict=True)])
-            for i in (2, 3)
-        )
+        cos, sin = map(torch.cat, zip(*turns, strict=True))
         stacked = []
         for i, block in enumerate(self.blocks):
             x = block(x, images, cos, sin)

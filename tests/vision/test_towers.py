@@ -59,7 +59,10 @@ def make_encoders(
                 param.data += 0.2 * torch.randn_like(param)
     reference.to(dtype)
     whole = {"vision_config": config.vision_config.to_dict()}
-    facts = read_vision(whole, QWEN3_VL, sizes["out_hidden_size"])
+    text = {"mrope_section": [24, 20, 20]}
+    if kind == "qwen3-vl":
+        text["deepstack_visual_indexes"] = [8, 16, 24]
+    facts = read_vision(whole, text, QWEN3_VL, sizes["out_hidden_size"])
     build = Build(dtype, False, Group(), TorchBackend(), 64, batch_invariant=invariant)
     tower = make_tower(facts, build)
     weights = reference.state_dict()
@@ -67,7 +70,7 @@ def make_encoders(
     assert shards.keys() == weights.keys()
     for name, shard in shards.items():
         shard.put(weights[name])
-    return reference, Encoder(tower, facts, build, 64, torch.device("cpu"))
+    return reference, Encoder(tower, facts, None, build, 64, torch.device("cpu"))
 
 
 def reference_rows(reference: Any, images: list[np.ndarray]) -> list[torch.Tensor]:
