@@ -10,6 +10,9 @@ import transformers
 from PIL import Image as Picture
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from invariants import check_scheduler
+
+from nanovllm import LLM, SamplingParams
 from nanovllm.images.image import Image, PlacedImage
 
 VOCAB = 128
@@ -52,6 +55,9 @@ def make_qwen3_vl(path: Path, *, seed: int = 0, **text: Any) -> Path:
     return _save(transformers.Qwen3VLForConditionalGeneration, config, path, seed)
 
 
+VISION = {"qwen3-vl": make_qwen3_vl}
+
+
 def _save(kind: Any, config: Any, path: Path, seed: int) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -90,6 +96,24 @@ def prompt_of(parts: list[Any], num_tokens: Any) -> tuple[list[int], tuple[Place
         else:
             ids += part
     return ids, tuple(images)
+
+
+def add(llm: LLM, parts: list[Any], params: SamplingParams) -> int:
+    """Queue a prompt of tokens and pictures."""
+    ids, images = prompt_of(parts, qwen_tokens)
+    return llm._add(llm._intake.check(ids, params)._replace(images=images))
+
+
+def run(llm: LLM, prompts: list[list[Any]], params: list[SamplingParams]) -> list[Any]:
+    """The outputs of prompts that are there at once. The engine's books are right after each
+    step.
+    """
+    ids = [add(llm, *request) for request in zip(prompts, params, strict=True)]
+    found = {}
+    while not llm.is_finished():
+        found.update((output.request_id, output) for output in llm.step())
+        check_scheduler(llm.scheduler)
+    return [found[request_id] for request_id in ids]
 
 
 def qwen_tokens(pixels: np.ndarray) -> int:

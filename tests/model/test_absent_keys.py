@@ -277,7 +277,7 @@ def test_absent_keys_of_a_text_beside_other_parts(name: str, tmp_path: Path) -> 
         if "hidden_size" in raw:
             whole["vision_config"] = {"out_hidden_size": raw["hidden_size"]}
         read += check(tmp_path, text, what, {**whole, "tie_word_embeddings": False})
-    assert read > 40
+    assert read > 35
 
 
 @pytest.mark.slow
