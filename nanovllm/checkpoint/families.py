@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanovllm.checkpoint.files import read_value
+from nanovllm.checkpoint.vision import QWEN3_VL
 from nanovllm.utils.integers import cdiv
 
 Raw = dict[str, Any]  # config.json
@@ -47,6 +48,7 @@ class Family(NamedTuple):
         interleaved_rope: whether RoPE rotates neighbours (see `RopeParameters`).
         is_part: whether the text model is part of a checkpoint that has others, such as one for
             images; only text is read and written.
+        tower: kind of the vision tower (see `VisionConfig`); empty: images are not read.
         may_have_parts: whether a checkpoint of the text model may have these parts, too, and the
             names of the whole.
         defaults: values for keys that config.json lacks or has as null.
@@ -78,6 +80,7 @@ class Family(NamedTuple):
     by_key_head: bool = False
     interleaved_rope: bool = False
     is_part: bool = False
+    tower: str = ""
     may_have_parts: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
     absent: Mapping[str, Any] = MappingProxyType({})
@@ -464,6 +467,19 @@ FAMILIES = {
             "vocab_size": 151_936,
         },
         complete=_qwen3_next,
+    ),
+    "Qwen3VLForConditionalGeneration": Family(
+        QWEN3,
+        qk_norm="head",
+        is_part=True,
+        tower=QWEN3_VL,
+        defaults={
+            "deepstack_visual_indexes": [8, 16, 24],
+            "head_dim": 128,
+            "mrope_section": [24, 20, 20],
+            "rope_theta": 500_000.0,
+        },
+        absent=KV_32,
     ),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5._replace(is_part=True),

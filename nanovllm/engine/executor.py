@@ -26,6 +26,7 @@ from nanovllm.ranks.processes import WorkerError, clear_frames
 from nanovllm.ranks.workers import Workers
 from nanovllm.sampling.control_table import ControlTable, LastTokens
 from nanovllm.sampling.controls import Controls
+from nanovllm.scheduling.encoder_cache import Encoding, encoding_of
 from nanovllm.startup.builder import Builder
 from nanovllm.utils.device import host_array, resolve_device
 from nanovllm.utils.forks import check_threads
@@ -112,6 +113,8 @@ class Executor:
         """
         assert self.model_runner is not None, "not started"
         plan = plan_step(scheduled)
+        if plan.placed.size and (images := encoding_of(scheduled)) is not None:
+            self._encode(images)
         if self._workers is not None:
             with self._all_or_none(Exception):  # Ctrl-C does no harm here
                 self._workers.wait_for_room()
@@ -127,6 +130,16 @@ class Executor:
                 raise
             mark_sent(scheduled)
         return tokens
+
+    def _encode(self, images: Encoding) -> None:
+        """Launch what encodes images, on all ranks: each has the whole tower."""
+        assert self.model_runner is not None, "not started"
+        if self._workers is not None:
+            with self.on_all_ranks("encode", *images) as runner:
+                runner.encode(*images)
+            return
+        with uninterrupted(), without_modes():
+            self.model_runner.encode(*images)
 
     def _controls_of(
         self, plan: StepPlan, scheduled: list[ScheduledSequence], newest: InFlightStep | None

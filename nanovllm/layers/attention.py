@@ -125,13 +125,13 @@ class Attention(StatefulLayer):
             qkv.shape[-3] == context.num_decodes <= self.max_fused_decodes
             and context.prefixes is None
         ):
-            how = self._norm_rope(positions, context.slot_mapping)
+            how = self._norm_rope(positions, context)
             out = self._own_decode(qkv, how, self.cache, context)
         else:
             if self.build.fused:
                 from nanovllm.kernels.attention.rope import qk_norm_rope_store
 
-                how = self._norm_rope(positions, context.slot_mapping)
+                how = self._norm_rope(positions, context)
                 dtype, invariant = self.build.dtype, self.build.invariant
                 qkv = qk_norm_rope_store(qkv, how, self.cache, dtype, invariant)
                 q, k, v = qkv.split(self.head_counts, dim=1)
@@ -140,7 +140,8 @@ class Attention(StatefulLayer):
                 if self.norms is not None:
                     q_norm, k_norm = self.norms
                     q, k = q_norm(q), k_norm(k)
-                q, k = self.rope(positions, q), self.rope(positions, k)
+                turned = context.rotations
+                q, k = self.rope(positions, q, turned), self.rope(positions, k, turned)
                 if self.build.cache_dtype == FP8:
                     k, v = rounded(k), rounded(v)
                 self.backend.store_kvcache(k, v, self.cache, context.slot_mapping)
@@ -154,12 +155,14 @@ class Attention(StatefulLayer):
         """The rows of a step that the layer returns: [n] int32; None: all."""
         return get_context().kept_rows if self.is_last else None
 
-    def _norm_rope(self, positions: torch.Tensor, slots: torch.Tensor) -> QKNormRope:
-        norms, plus_one = None, False
+    def _norm_rope(self, positions: torch.Tensor, context: Context) -> QKNormRope:
+        norms, plus_one, turn = None, False, self.rope.turn
+        if context.rotations is not None:
+            turn = turn._replace(cos_sin=context.rotations)
         if self.norms is not None:
             q_norm, k_norm = self.norms
             norms, plus_one = (q_norm.weight, k_norm.weight, q_norm.eps), q_norm.plus_one
-        return QKNormRope(norms, plus_one, self.rope.turn, positions, slots)
+        return QKNormRope(norms, plus_one, turn, positions, context.slot_mapping)
 
     def _own_decode(
         self, qkv: torch.Tensor, how: QKNormRope, cache: KVCache, context: Context

@@ -32,8 +32,10 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.names import (
     EMBEDDING,
     HEAD,
+    OTHER_PARTS,
     UNUSED,
     as_saved,
+    has_tower,
     left_out_prefixes,
     other_names,
 )
@@ -136,10 +138,14 @@ def shards_of_all(model: nn.Module) -> dict[str, Shard]:
 def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
     """The facts of a checkpoint, with those that only its tensors tell."""
     has_shared = config.experts is not None and config.experts.has_shared
-    if not (config.tie_word_embeddings or config.delta_net is not None or has_shared):
+    by_tensors = config.delta_net, config.vision
+    if not (config.tie_word_embeddings or has_shared or any(by_tensors)):
         return config
     files = find_weights(directory)
     changes: dict[str, Any] = {}
+    if config.vision is not None and not any(name.startswith(OTHER_PARTS) for name in files):
+        logger.info("%s has no vision tower, which config.json describes: it is text", directory)
+        changes["vision"] = None
     if config.delta_net is not None:
         has_codes = any(GATES.search(name) and name.endswith(OF_CODES) for name in files)
         changes["delta_net"] = replace(config.delta_net, gates_in_codes=has_codes)
@@ -256,9 +262,11 @@ def match(own: Mapping[str, Shard], saved: Collection[str], is_part: bool = Fals
     return Matching(shards, missing, unused)
 
 
-def _of_text(files: Mapping[str, Path], is_part: bool) -> dict[str, Path]:
+def _not_left_out(
+    files: Mapping[str, Path], is_part: bool, with_tower: bool = False
+) -> dict[str, Path]:
     """The files of the tensors that a model may have, without those that are left out."""
-    left_out = left_out_prefixes(is_part)
+    left_out = left_out_prefixes(is_part, with_tower)
     return {name: file for name, file in files.items() if not name.startswith(left_out)}
 
 
@@ -286,7 +294,8 @@ def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelCo
     """
     if not adapters:
         return
-    files, device = _of_text(find_weights(directory), config.is_part), torch.device("cpu")
+    files = _not_left_out(find_weights(directory), config.is_part)
+    device = torch.device("cpu")
     merge = Merge(adapters, files, is_tied=config.tie_word_embeddings, device=device)
     by_file = sorted(merge.changed, key=lambda name: (files[name], name))
     for name, source in _slices(by_file, files):
@@ -308,7 +317,8 @@ def load_model(
         model: model to fill.
         directory: directory of the checkpoint.
         check: function called before each tensor, which may raise.
-        is_part: whether the checkpoint may have `OTHER_PARTS`, which are left out.
+        is_part: whether the checkpoint may have `OTHER_PARTS`, which are left out unless the model
+            has them.
         adapters: adapters to merge into it, one after the other.
 
     Raises:
@@ -331,7 +341,7 @@ def fill(
     files = find_weights(directory)
     merged = {Path(adapter.name) / ADAPTER for adapter in adapters}
     _warn_of_unread_files(directory, merged.union(files.values()))
-    files = _of_text(files, is_part)
+    files = _not_left_out(files, is_part, has_tower(own))
     matching = match(own, files, is_part)
     if problems := matching.problems():
         raise ValueError(f"{directory} does not match its config.json: {'; '.join(problems)}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.images.image import PlacedImage
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.requests.text import Decoder
 from nanovllm.sampling.request_controls import RequestControls
@@ -56,6 +57,7 @@ class CheckedRequest(NamedTuple):
         params: sampling parameters.
         controls: effect of the parameters on the logits; None: none.
         grammars: one for each completion, None if its form is free.
+        images: images of the prompt, in order.
     """
 
     text: str | None
@@ -63,6 +65,7 @@ class CheckedRequest(NamedTuple):
     params: SamplingParams
     controls: RequestControls | None
     grammars: list[Grammar | None]
+    images: tuple[PlacedImage, ...] = ()
 
 
 class Refusal(NamedTuple):

@@ -12,7 +12,7 @@ HOST_MODULES = {
     "adapters": "directory config parameters matching",
     "images": "image positions processor reading urls prompts preparation",
     "engine": "sequence block_manager scheduler plan step_layout engine_core",
-    "scheduling": "admission prefixes stopping",
+    "scheduling": "admission encoder_cache prefixes stopping",
     "sizing": "memory model_size",
     "windows": "pages sliding_blocks",
     "requests": "inputs intake request detokenizer",

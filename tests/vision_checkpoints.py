@@ -1,0 +1,145 @@
+"""Tiny random checkpoints of models that read images, and what transformers generates from them."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image as Picture
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from invariants import check_scheduler
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.images.image import Image, PlacedImage
+
+VOCAB = 128
+PAD = 120  # the placeholder
+TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "num_position_embeddings": 49,
+    "out_hidden_size": 64,
+    "initializer_range": 0.1,
+}
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+IDS = {"image_token_id": PAD, "vision_start_token_id": 121, "vision_end_token_id": 122}
+IDS |= {"video_token_id": 123}
+
+
+def make_qwen3_vl(path: Path, *, seed: int = 0, **text: Any) -> Path:
+    """A checkpoint of Qwen3-VL with deepstack."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5]}
+    config = transformers.Qwen3VLConfig(
+        text_config={**TEXT, "rope_parameters": rope, **text},
+        vision_config={**TOWER, "deepstack_visual_indexes": [0, 1]},
+        **IDS,
+    )
+    return _save(transformers.Qwen3VLForConditionalGeneration, config, path, seed)
+
+
+VISION = {"qwen3-vl": make_qwen3_vl}
+
+
+def _save(kind: Any, config: Any, path: Path, seed: int) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = kind(config)
+        for name, param in model.named_parameters():
+            if param.dim() == 1 or name.endswith("bias"):
+                param.data += 0.2 * torch.randn_like(param)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    return path
+
+
+def picture(height: int, width: int, seed: int) -> np.ndarray:
+    """[height, width, 3] uint8: noise over a gradient."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (height, width, 3), np.uint8)
+
+
+@functools.cache
+def reference_model(path: Path) -> Any:
+    """The checkpoint in transformers, float32 on the CPU."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    return model.eval()
+
+
+def prompt_of(parts: list[Any], num_tokens: Any) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    """A prompt of tokens and pictures: token ids with placeholders, and the images."""
+    ids: list[int] = []
+    images = []
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            image = Image.of(part, 16, num_tokens(part))
+            ids.append(121)
+            images.append(PlacedImage(len(ids), image))
+            ids += [PAD] * image.num_tokens + [122]
+        else:
+            ids += part
+    return ids, tuple(images)
+
+
+def add(llm: LLM, parts: list[Any], params: SamplingParams) -> int:
+    """Queue a prompt of tokens and pictures."""
+    ids, images = prompt_of(parts, qwen_tokens)
+    return llm._add(llm._intake.check(ids, params)._replace(images=images))
+
+
+def run(llm: LLM, prompts: list[list[Any]], params: list[SamplingParams]) -> list[Any]:
+    """The outputs of prompts that are there at once. The engine's books are right after each
+    step.
+    """
+    ids = [add(llm, *request) for request in zip(prompts, params, strict=True)]
+    found = {}
+    while not llm.is_finished():
+        found.update((output.request_id, output) for output in llm.step())
+        check_scheduler(llm.scheduler)
+    return [found[request_id] for request_id in ids]
+
+
+def qwen_tokens(pixels: np.ndarray) -> int:
+    """Placeholders of a picture."""
+    return pixels.shape[0] * pixels.shape[1] // 1024
+
+
+def reference(path: Path, parts: list[Any], max_tokens: int) -> list[int]:
+    """The greedy continuation by transformers' `generate`, with the pixels of its own processor."""
+    ids, images = prompt_of(parts, qwen_tokens)
+    given: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    given["mm_token_type_ids"] = (given["input_ids"] == PAD).int()
+    if images:
+        half = [0.5] * 3
+        processor = Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 1, "longest_edge": 1 << 24},
+            patch_size=16,
+            merge_size=2,
+            image_mean=half,
+            image_std=half,
+        )
+        pictures = [Picture.fromarray(part) for part in parts if isinstance(part, np.ndarray)]
+        given |= dict(processor(pictures, return_tensors="pt"))
+    with torch.inference_mode():
+        found = reference_model(path).generate(
+            **given, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return found[0, len(ids) :].tolist()
