@@ -6,6 +6,7 @@ others run `_prepare` alone. Imports torch only in these.
 
 import os
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -70,12 +71,14 @@ class Prepared(NamedTuple):
         image: the image; None if there is an error.
         error: the error, in a sentence.
         began_at, ended_at: seconds of time.perf_counter.
+        thread: number of the thread, from 0.
     """
 
     image: Image | None
     error: str | None
     began_at: float
     ended_at: float
+    thread: int
 
 
 class Ready(NamedTuple):
@@ -261,7 +264,7 @@ class Preparation:
 
     def _submit(self, job: _Job) -> None:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._num_threads, "images")
+            self._threads = ThreadPoolExecutor(self._num_threads, "images")  # images_0 ...
         done, sized = self._done, job.sized
 
         def tell(future: Future[Prepared]) -> None:
@@ -325,4 +328,5 @@ def _prepare(sized: SizedPicture, processor: ImageProcessor) -> Prepared:
         error = str(refused)
     except Exception as failed:  # out of memory, say
         error = f"an image cannot be prepared ({type(failed).__name__}: {failed})"
-    return Prepared(image, error, began_at, time.perf_counter())
+    thread = int(threading.current_thread().name.rpartition("_")[2])
+    return Prepared(image, error, began_at, time.perf_counter(), thread)

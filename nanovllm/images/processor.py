@@ -21,6 +21,10 @@ OVERRIDES = ("max_pixels", "min_pixels", "size")
 EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # keys of `size`
 
 
+class NoProcessorError(ValueError):
+    """A checkpoint without a processor."""
+
+
 @dataclass(frozen=True)
 class ImageProcessor:
     """The size and the numbers of an image, as a model was trained with them.
@@ -168,7 +172,8 @@ def read_processor(directory: Path, vision: Mapping[str, Any], tokens: int) -> I
         tokens: `mm_tokens_per_image` of its config.json; 0: none.
 
     Raises:
-        ValueError: if its files are missing, or want what is not supported.
+        NoProcessorError: if it has no file of one.
+        ValueError: if that wants what is not supported.
     """
     name, raw = _read(directory)
     kind = str(raw.get("image_processor_type", ""))
@@ -197,9 +202,9 @@ def _read(directory: Path) -> tuple[str, dict[str, Any]]:
         if isinstance(nested, dict):
             return NESTED, nested
     if not has_file(directory / PLAIN):
-        raise ValueError(
-            f"{directory} has no {PLAIN}, which says how images are resized: download the "
-            "checkpoint again, or pass language_model_only=True for text alone"
+        raise NoProcessorError(
+            f"{directory} has no {PLAIN}, which says how they are resized: download the checkpoint "
+            "again"
         )
     return PLAIN, read_json(directory / PLAIN)
 

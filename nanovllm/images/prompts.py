@@ -5,12 +5,13 @@ image's number of tokens, which its size alone tells. Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from nanovllm.images.preparation import PlacedPicture, SizedPicture
-from nanovllm.images.processor import ImageProcessor
+from nanovllm.images.processor import ImageProcessor, read_limits
 from nanovllm.images.reading import open_picture
 from nanovllm.images.urls import Media
+from nanovllm.utils.checks import check_int
 
 OTHERS = {  # what multi_modal_data may have elsewhere
     "audio": "sound is",
@@ -19,6 +20,8 @@ OTHERS = {  # what multi_modal_data may have elsewhere
     "vision_chunk": "videos are",
 }
 SIZED = "mm_processor_kwargs"
+MOST_IMAGES = 999  # in a prompt, as in vLLM
+LIMIT = "limit_mm_per_prompt"
 
 
 class ImageTokens(NamedTuple):
@@ -35,6 +38,42 @@ class ImageTokens(NamedTuple):
     expanded: str = ""
 
 
+class NoImages:
+    """The images of prompts where there are none.
+
+    Args:
+        reason: reason why, with the remedy.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def open(self, data: Any, limits: Any, name: str) -> list[SizedPicture]:
+        """No images. ValueError if there are some, see `ImagePrompts.open`."""
+        if images_of(data, name):
+            self.refuse(name)
+        read_limits(limits, f'{name}["{SIZED}"]')
+        return []
+
+    def refuse(self, name: str) -> NoReturn:
+        """ValueError: `name` has images."""
+        raise ValueError(f"`{name}` must have no images: {self._reason}")
+
+    def find(self, given: Any, name: str) -> NoReturn:
+        """ValueError: a message has an image."""
+        self.refuse(name)
+
+    def in_text(self, text: str) -> str:
+        """A prompt's text as it is tokenised."""
+        return text
+
+    def place(
+        self, token_ids: list[int], images: Sequence[SizedPicture], name: str
+    ) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        """The tokens as they are, and no places."""
+        return token_ids, ()
+
+
 class ImagePrompts:
     """The images of one engine's prompts.
 
@@ -48,8 +87,14 @@ class ImagePrompts:
     def __init__(
         self, processor: ImageProcessor, tokens: ImageTokens, most: int, media: Media
     ) -> None:
-        self.processor, self.tokens, self.media = processor, tokens, media
+        self.processor, self.tokens, self._media = processor, tokens, media
         self._most = most
+
+    def find(self, given: Any, name: str) -> Any:
+        """The image in a message; for strings see `Media.find`."""
+        if isinstance(given, Mapping) and given.get("bytes") is None:
+            given = given.get("path", given)
+        return self._media.find(given, name) if isinstance(given, str) else given
 
     def open(self, data: Any, limits: Any, name: str) -> list[SizedPicture]:
         """The images of a prompt, of which the sizes are read.
@@ -65,8 +110,7 @@ class ImagePrompts:
         given = images_of(data, name)
         if len(given) > self._most:
             raise ValueError(
-                f"`{name}` must have at most {self._most} images (limit_mm_per_prompt), got "
-                f"{len(given)}"
+                f"`{name}` must have at most {self._most} images ({LIMIT}), got {len(given)}"
             )
         processor = self.processor.with_limits(limits, f'{name}["{SIZED}"]')
         return [self._size(image, of, processor) for of, image in given.items()]
@@ -133,6 +177,31 @@ class ImagePrompts:
         else:
             also = ""
         return f"{said}{also}, got {found} for {images}"
+
+
+def read_most_images(limit: Any) -> int:
+    """The largest number of images in a prompt that `limit_mm_per_prompt` allows.
+
+    Raises:
+        TypeError, ValueError: if it is no such limit.
+    """
+    if limit is None:
+        return MOST_IMAGES
+    if not isinstance(limit, Mapping):
+        raise TypeError(f'`{LIMIT}` must be a dictionary like {{"image": 2}}, got {limit!r}')
+    most = MOST_IMAGES
+    for kind, value in limit.items():
+        count: Any = value.get("count") if isinstance(value, Mapping) else value
+        if kind not in ("image", "video", "audio"):
+            raise ValueError(f'`{LIMIT}` must have the key "image", got {kind!r}')
+        check_int(f"{LIMIT}.{kind}", count, 0)
+        if kind == "image":
+            most = int(count)
+        elif count:
+            raise ValueError(
+                f"`{LIMIT}.{kind}` must be 0, got {count}: prompts have text and images alone"
+            )
+    return most
 
 
 def images_of(data: Any, name: str) -> dict[str, Any]:

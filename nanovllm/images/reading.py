@@ -10,7 +10,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +77,8 @@ def open_picture(given: Any, name: str) -> Picture:
     """The picture that a caller means, of which only the size is read.
 
     Args:
-        given: PIL image; path; bytes of a file; data URL; or array [H, W], [H, W, C] or [C, H, W]
-            of uint8 with 1, 3 or 4 channels.
+        given: PIL image; path; bytes of a file; data URL; array [H, W], [H, W, C] or [C, H, W] of
+            uint8 with 1, 3 or 4 channels; or dictionary with `bytes` or `path`.
         name: name of the argument in errors.
 
     Raises:
@@ -90,6 +90,8 @@ def open_picture(given: Any, name: str) -> Picture:
         from PIL import Image
     except ImportError:
         raise ImportError(NO_PILLOW) from None
+    if isinstance(given, Mapping) and {"bytes", "path"} & {*given}:  # of Hugging Face's datasets
+        given = given.get("path") if given.get("bytes") is None else given["bytes"]
     if isinstance(given, Image.Image):
         return _pillow(given, name)
     if isinstance(given, (bytes, bytearray, memoryview)):

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,21 @@ class Media:
                 f"{short(named)}"
             )
         return path
+
+
+def read_folder(path: Any) -> str:
+    """The value of `allowed_local_media_path` as a string.
+
+    Raises:
+        TypeError, ValueError: if it is no folder.
+    """
+    name = "allowed_local_media_path"
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f'`{name}` must be the path of a folder, or "", got {path!r}')
+    folder = os.fspath(path)
+    if folder and not os.path.isdir(folder):
+        raise ValueError(f"`{name}` must be a folder that exists, got {folder!r}")
+    return os.path.abspath(folder) if folder else ""
 
 
 def scheme(text: str) -> str:

@@ -6,7 +6,7 @@ microseconds. Imports no torch.
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from nanovllm.utils.as_json import as_json
@@ -21,6 +21,7 @@ _STEP = """\
 "wait_us":%s,"book_us":%s,"gpu_us":%s,"keys":%s,"pairs":%s}}"""
 _HOST = '{"ph":"X","pid":%d,"tid":2,"cat":"host","name":"%s","ts":%s,"dur":%s}'
 _DEVICE = '{"ph":"X","pid":%d,"tid":3,"cat":"gpu","name":"%s","ts":%s,"dur":%s}'
+_IMAGE = '{"ph":"X","pid":%d,"tid":%d,"cat":"image","name":"%s","ts":%s,"dur":%s}'
 _COUNTER = '{"ph":"C","pid":%d,"name":"%s","ts":%s,"args":{"%s":%d,"%s":%d}}'
 _PHASE = '{"ph":"%s","pid":%d,"tid":0,"cat":"request","id":"%s","name":"%s","ts":%s%s}'
 
@@ -164,6 +165,26 @@ class SequenceRecord(NamedTuple):
             lines.append(_PHASE % ("n", pid, key, "preempted", _us(at), ""))
         lines.append(_PHASE % ("e", pid, key, "request", _us(end), ""))
         return lines
+
+
+def slice_event(pid: int, track: int, name: str, began_at: float, ended_at: float) -> str:
+    """Work on the images of prompts, on a track of its own; moments are in seconds."""
+    begin, end = _ns(began_at), _ns(ended_at)
+    return _IMAGE % (pid, track, name, _us(begin), _us(end - begin))
+
+
+def counter_event(pid: int, name: str, at: float, counts: Mapping[str, int]) -> str:
+    """A counter at a moment in seconds."""
+    what = {"ph": "C", "pid": pid, "name": name, "ts": round(at * 1e6, 3), "args": counts}
+    return json.dumps(what, separators=(",", ":"))
+
+
+def track_name(pid: int, track: int, name: str) -> list[str]:
+    """The name of a track in viewers."""
+    return [
+        _metadata(pid, track, "thread_name", {"name": name}),
+        _metadata(pid, track, "thread_sort_index", {"sort_index": track}),
+    ]
 
 
 def recording_event(name: str, args: dict[str, Any], pid: int = 0) -> str:
