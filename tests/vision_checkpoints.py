@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from invariants import check_scheduler
 from PIL import Image as Picture
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-from invariants import check_scheduler
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.images.image import Image, PlacedImage
@@ -58,6 +57,18 @@ def make_qwen3_vl(path: Path, *, seed: int = 0, **text: Any) -> Path:
 VISION = {"qwen3-vl": make_qwen3_vl}
 
 
+def processor() -> Any:
+    """The processor of Qwen3-VL, for images of any size."""
+    half = [0.5] * 3
+    return Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 1, "longest_edge": 1 << 20},
+        patch_size=16,
+        merge_size=2,
+        image_mean=half,
+        image_std=half,
+    )
+
+
 def _save(kind: Any, config: Any, path: Path, seed: int) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -67,6 +78,7 @@ def _save(kind: Any, config: Any, path: Path, seed: int) -> Path:
                 param.data += 0.2 * torch.randn_like(param)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
+    processor().save_pretrained(path)
     return path
 
 
@@ -128,16 +140,8 @@ def reference(path: Path, parts: list[Any], max_tokens: int) -> list[int]:
     given["attention_mask"] = torch.ones_like(given["input_ids"])
     given["mm_token_type_ids"] = (given["input_ids"] == PAD).int()
     if images:
-        half = [0.5] * 3
-        processor = Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 1, "longest_edge": 1 << 24},
-            patch_size=16,
-            merge_size=2,
-            image_mean=half,
-            image_std=half,
-        )
         pictures = [Picture.fromarray(part) for part in parts if isinstance(part, np.ndarray)]
-        given |= dict(processor(pictures, return_tensors="pt"))
+        given |= dict(processor()(pictures, return_tensors="pt"))
     with torch.inference_mode():
         found = reference_model(path).generate(
             **given, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0

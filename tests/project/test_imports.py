@@ -10,7 +10,7 @@ from checkpoints import SMALL, TINY
 
 HOST_MODULES = {
     "adapters": "directory config parameters matching",
-    "images": "image positions",
+    "images": "image positions processor reading",
     "engine": "sequence block_manager scheduler plan step_layout engine_core",
     "scheduling": "admission encoder_cache prefixes stopping",
     "sizing": "memory model_size",
@@ -22,7 +22,7 @@ HOST_MODULES = {
 }
 USER_MODULES = "requests.beam_search requests.chat outputs sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
-NEVER += ["llguidance", "pyarrow"]
+NEVER += ["llguidance", "pyarrow", "PIL"]
 
 
 def imported(code: str, modules: list[str]) -> list[str]:
