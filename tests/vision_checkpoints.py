@@ -133,17 +133,29 @@ def qwen_tokens(pixels: np.ndarray) -> int:
     return pixels.shape[0] * pixels.shape[1] // 1024
 
 
-def reference(path: Path, parts: list[Any], max_tokens: int) -> list[int]:
-    """The greedy continuation by transformers' `generate`, with the pixels of its own processor."""
-    ids, images = prompt_of(parts, qwen_tokens)
-    given: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+def inputs_of(parts: list[Any], completion: list[int]) -> dict[str, Any]:
+    """What transformers' model gets for a prompt and tokens behind it."""
+    ids, _ = prompt_of(parts, qwen_tokens)
+    given: dict[str, Any] = {"input_ids": torch.tensor([ids + completion])}
     given["attention_mask"] = torch.ones_like(given["input_ids"])
     given["mm_token_type_ids"] = (given["input_ids"] == PAD).int()
-    if images:
-        pictures = [Picture.fromarray(part) for part in parts if isinstance(part, np.ndarray)]
+    pictures = [Picture.fromarray(part) for part in parts if isinstance(part, np.ndarray)]
+    if pictures:
         given |= dict(processor()(pictures, return_tensors="pt"))
+    return given
+
+
+def reference(path: Path, parts: list[Any], max_tokens: int) -> list[int]:
+    """The greedy continuation by transformers' `generate`, with the pixels of its own processor."""
+    given = inputs_of(parts, [])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.inference_mode():
-        found = reference_model(path).generate(
-            **given, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    return found[0, len(ids) :].tolist()
+        found = reference_model(path).generate(**given, max_new_tokens=max_tokens, **options)
+    return found[0, given["input_ids"].shape[1] :].tolist()
+
+
+def reference_logprobs(path: Path, parts: list[Any], completion: list[int]) -> torch.Tensor:
+    """Log-probabilities by transformers of all tokens behind the first one: [n - 1, V]."""
+    with torch.inference_mode():
+        logits = reference_model(path)(**inputs_of(parts, completion)).logits[0]
+    return logits.log_softmax(-1)[:-1]
