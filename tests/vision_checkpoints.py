@@ -54,7 +54,31 @@ def make_qwen3_vl(path: Path, *, seed: int = 0, **text: Any) -> Path:
     return _save(transformers.Qwen3VLForConditionalGeneration, config, path, seed)
 
 
-VISION = {"qwen3-vl": make_qwen3_vl}
+def make_qwen3_5(path: Path, *, seed: int = 0, **text: Any) -> Path:
+    """A checkpoint of Qwen3.5, whose first layer keeps a state."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 3, 2]}
+    linear = {
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "initializer_range": 0.15,
+    }
+    config = transformers.Qwen3_5Config(
+        text_config={
+            **TEXT,
+            **linear,
+            "rope_parameters": {**rope, "partial_rotary_factor": 0.5},
+            **text,
+        },
+        vision_config=TOWER,
+        **IDS,
+    )
+    return _save(transformers.Qwen3_5ForConditionalGeneration, config, path, seed)
+
+
+VISION = {"qwen3-vl": make_qwen3_vl, "qwen3.5": make_qwen3_5}
 
 
 def processor() -> Any:

@@ -84,7 +84,7 @@ def read_vision(
     depth = read_value(raw, "depth", int, maximum=MAX_DEPTH)
     found = VisionConfig(
         tower,
-        read_value(whole, "image_token_id", int, 151_655, minimum=0),
+        read_value(text, "image_token_id", int, minimum=0),
         depth,
         read_value(raw, "hidden_size", int),
         read_value(raw, "intermediate_size", int),

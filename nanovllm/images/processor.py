@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoint.files import has_file, read_json
+from nanovllm.checkpoint.files import PROCESSORS, has_file, read_json
 from nanovllm.utils.checks import check_int
 
-NESTED, PLAIN = "processor_config.json", "preprocessor_config.json"  # the first one has priority
+NESTED, PLAIN = PROCESSORS  # the first one has priority
 MAX_RATIO = 200  # of the sides of an image, as Qwen's processors have it
 RESAMPLE = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
 KEPT_RATIO, FIXED_SIZE = ("Qwen2VL", "Qwen3VL", "Qwen3_5"), ("Gemma3",)  # names of processors

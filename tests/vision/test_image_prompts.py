@@ -33,7 +33,7 @@ PROMPTS: list[list[Any]] = [
 ]
 LENGTHS = [12, 25, 9, 24, 19, 22, 17, 18, 20]
 PARAMS = [greedy(n) for n in LENGTHS]
-MODELS = ["qwen3-vl"]
+MODELS = ["qwen3-vl", "qwen3.5"]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -59,6 +59,7 @@ def test_tokens_are_those_of_transformers(mode: Mode, path: Path, wanted: list[l
             assert metrics["num_image_hits"] > 0
 
 
+@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
 def test_a_prefix_of_the_cache_is_of_the_same_image(path: Path, wanted: list[list[int]]) -> None:
     """One after another: the same is found across its image; another image of equal size is not,
     nor one that differs in a bit of a pixel.
@@ -76,6 +77,7 @@ def test_a_prefix_of_the_cache_is_of_the_same_image(path: Path, wanted: list[lis
         assert llm.metrics()["num_image_hits"] == 2
 
 
+@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
 def test_a_chunk_may_end_inside_an_image_and_before_one(
     path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +104,22 @@ def test_a_chunk_may_end_inside_an_image_and_before_one(
     ends = [item.end for step in steps for item in step if item.start < item.seq.images_end]
     assert ends.count(2) == 1, "before the image, since the other one is held"
     assert any(2 < end < 32 for end in ends), "inside an image"
+
+
+@pytest.mark.parametrize("path", ["qwen3.5"], indirect=True)
+def test_a_snapshot_inside_an_image_is_of_the_same_image(path: Path) -> None:
+    """States after 64 tokens, of which 43 are of an image: they serve the same prefix alone."""
+    image, other = picture(224, 256, 6), picture(224, 256, 7)
+    begin, params = [[1] * 20], [greedy(8)] * 4
+    prompts = [[*begin, which, [last]] for which, last in ((image, 1), (image, 2), (other, 1))]
+    wanted = [reference(path, prompt, 8) for prompt in prompts]
+    assert wanted[0] != wanted[2]
+    with LLM(path, **{**SMALL, "max_num_batched_tokens": 96}) as llm:
+        found = run(llm, prompts, params[:3])
+        assert tokens(found) == wanted
+        assert [output.num_cached_tokens for output in found] == [0, 64, 0]
+        metrics = llm.metrics()
+        assert metrics["num_snapshot_hits"] == 1 and metrics["num_images_encoded"] == 2
 
 
 def test_samples_and_log_probabilities_are_those_of_transformers(path: Path) -> None:

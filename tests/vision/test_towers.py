@@ -61,7 +61,7 @@ def make_encoders(
                 param.data += 0.2 * torch.randn_like(param)
     reference.to(dtype)
     whole = {"vision_config": config.vision_config.to_dict()}
-    text = {"mrope_section": [24, 20, 20]}
+    text: dict[str, Any] = {"mrope_section": [24, 20, 20], "image_token_id": 7}
     if kind == "qwen3-vl":
         text["deepstack_visual_indexes"] = [8, 16, 24]
     facts = read_vision(whole, text, QWEN3_VL, sizes["out_hidden_size"])
