@@ -328,11 +328,7 @@ class LLM(Updatable, LLMEngine):
         with self._lock:
             self._check_ready()
             checked = self._intake.check_all(named, one_token, on_error)
-            if any(isinstance(item, CheckedRequest) and item.pictures for item in checked):
-                raise ValueError(
-                    "`prompts` must be text or token ids for beam_search(), got images: call "
-                    "generate()"
-                )
+            _refuse_images(checked)
             found = beam_search(
                 [item.token_ids for item in checked if not isinstance(item, Refusal)],
                 params,
@@ -445,6 +441,13 @@ class LLM(Updatable, LLMEngine):
     def shutdown(self) -> None:
         """`exit`, as vLLM calls it."""
         self.exit()
+
+
+def _refuse_images(checked: list[CheckedRequest | Refusal]) -> None:
+    if any(isinstance(item, CheckedRequest) and item.pictures for item in checked):
+        raise ValueError(
+            "`prompts` must be text or token ids for beam_search(), got images: call generate()"
+        )
 
 
 def _candidates(output: RequestOutput) -> Candidates | str:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from invariants import check_scheduler
 from PIL import Image as Picture
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-from invariants import check_scheduler
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.images.image import Image, PlacedImage
@@ -55,7 +54,43 @@ def make_qwen3_vl(path: Path, *, seed: int = 0, **text: Any) -> Path:
     return _save(transformers.Qwen3VLForConditionalGeneration, config, path, seed)
 
 
-VISION = {"qwen3-vl": make_qwen3_vl}
+def make_qwen3_5(path: Path, *, seed: int = 0, **text: Any) -> Path:
+    """A checkpoint of Qwen3.5, whose first layer keeps a state."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 3, 2]}
+    linear = {
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "initializer_range": 0.15,
+    }
+    config = transformers.Qwen3_5Config(
+        text_config={
+            **TEXT,
+            **linear,
+            "rope_parameters": {**rope, "partial_rotary_factor": 0.5},
+            **text,
+        },
+        vision_config=TOWER,
+        **IDS,
+    )
+    return _save(transformers.Qwen3_5ForConditionalGeneration, config, path, seed)
+
+
+VISION = {"qwen3-vl": make_qwen3_vl, "qwen3.5": make_qwen3_5}
+
+
+def processor() -> Any:
+    """The processor of Qwen3-VL, for images of any size."""
+    half = [0.5] * 3
+    return Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 1, "longest_edge": 1 << 20},
+        patch_size=16,
+        merge_size=2,
+        image_mean=half,
+        image_std=half,
+    )
 
 
 def _save(kind: Any, config: Any, path: Path, seed: int) -> Path:
@@ -67,6 +102,7 @@ def _save(kind: Any, config: Any, path: Path, seed: int) -> Path:
                 param.data += 0.2 * torch.randn_like(param)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
+    processor().save_pretrained(path)
     return path
 
 
@@ -101,7 +137,11 @@ def prompt_of(parts: list[Any], num_tokens: Any) -> tuple[list[int], tuple[Place
 def add(llm: LLM, parts: list[Any], params: SamplingParams) -> int:
     """Queue a prompt of tokens and pictures."""
     ids, images = prompt_of(parts, qwen_tokens)
-    return llm._add(llm._intake.check(ids, params)._replace(images=images))
+    given = {"image": [part for part in parts if isinstance(part, np.ndarray)]}
+    checked = llm._intake.check({"prompt_token_ids": ids, "multi_modal_data": given}, params)
+    assert [placed.offset for placed in checked.pictures] == [placed.offset for placed in images]
+    # Ready at once: steps do not depend on threads.
+    return llm._add(checked._replace(images=images, pictures=()))
 
 
 def run(llm: LLM, prompts: list[list[Any]], params: list[SamplingParams]) -> list[Any]:
@@ -121,25 +161,29 @@ def qwen_tokens(pixels: np.ndarray) -> int:
     return pixels.shape[0] * pixels.shape[1] // 1024
 
 
-def reference(path: Path, parts: list[Any], max_tokens: int) -> list[int]:
-    """The greedy continuation by transformers' `generate`, with the pixels of its own processor."""
-    ids, images = prompt_of(parts, qwen_tokens)
-    given: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+def inputs_of(parts: list[Any], completion: list[int]) -> dict[str, Any]:
+    """What transformers' model gets for a prompt and tokens behind it."""
+    ids, _ = prompt_of(parts, qwen_tokens)
+    given: dict[str, Any] = {"input_ids": torch.tensor([ids + completion])}
     given["attention_mask"] = torch.ones_like(given["input_ids"])
     given["mm_token_type_ids"] = (given["input_ids"] == PAD).int()
-    if images:
-        half = [0.5] * 3
-        processor = Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 1, "longest_edge": 1 << 24},
-            patch_size=16,
-            merge_size=2,
-            image_mean=half,
-            image_std=half,
-        )
-        pictures = [Picture.fromarray(part) for part in parts if isinstance(part, np.ndarray)]
-        given |= dict(processor(pictures, return_tensors="pt"))
+    pictures = [Picture.fromarray(part) for part in parts if isinstance(part, np.ndarray)]
+    if pictures:
+        given |= dict(processor()(pictures, return_tensors="pt"))
+    return given
+
+
+def reference(path: Path, parts: list[Any], max_tokens: int) -> list[int]:
+    """The greedy continuation by transformers' `generate`, with the pixels of its own processor."""
+    given = inputs_of(parts, [])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.inference_mode():
-        found = reference_model(path).generate(
-            **given, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    return found[0, len(ids) :].tolist()
+        found = reference_model(path).generate(**given, max_new_tokens=max_tokens, **options)
+    return found[0, given["input_ids"].shape[1] :].tolist()
+
+
+def reference_logprobs(path: Path, parts: list[Any], completion: list[int]) -> torch.Tensor:
+    """Log-probabilities by transformers of all tokens behind the first one: [n - 1, V]."""
+    with torch.inference_mode():
+        logits = reference_model(path)(**inputs_of(parts, completion)).logits[0]
+    return logits.log_softmax(-1)[:-1]

@@ -6,9 +6,10 @@ from typing import Any
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.vision import VisionConfig
 from nanovllm.config import Config
-from nanovllm.images.processor import PLAIN, ImageProcessor, NoProcessorError, read_processor
+from nanovllm.images.processor import ImageProcessor
 from nanovllm.images.prompts import ImagePrompts, ImageTokens, NoImages, read_most_images
 from nanovllm.images.urls import Media
+from nanovllm.startup.build import read_image_processor
 
 
 def read_own_processor(config: Config, model_config: ModelConfig) -> ImageProcessor | NoImages:
@@ -19,21 +20,14 @@ def read_own_processor(config: Config, model_config: ModelConfig) -> ImageProces
         model_config: facts of the checkpoint.
 
     Raises:
-        ValueError: if the checkpoint's processor is not supported, or `mm_processor_kwargs` is
-            not right for it.
+        ValueError: if the checkpoint's processor is missing or not supported, or
+            `mm_processor_kwargs` is not right for it.
     """
     if config.language_model_only:
         return NoImages("this engine was built with language_model_only=True: leave that out")
-    vision, whole = model_config.vision, model_config.source
-    if vision is None:
+    if model_config.vision is None:
         return NoImages(f"{model_config.architecture} does not see: use a model like Qwen3-VL")
-    try:
-        processor = read_processor(
-            Path(config.model), whole["vision_config"], whole.get("mm_tokens_per_image", 0)
-        )
-    except NoProcessorError as error:
-        return NoImages(str(error))
-    _check_agreement(processor, vision)
+    processor = read_image_processor(Path(config.model), model_config)
     return processor.with_limits(config.mm_processor_kwargs, "mm_processor_kwargs")
 
 
@@ -58,21 +52,6 @@ def make_image_prompts(
         read_most_images(config.limit_mm_per_prompt),
         Media(config.allowed_local_media_path),
     )
-
-
-def _check_agreement(processor: ImageProcessor, vision: VisionConfig) -> None:
-    """ValueError unless the processor makes what the tower reads."""
-    pairs = {
-        "patch_size": (processor.patch_size, vision.patch_size),
-        "image_mean": (processor.mean, vision.mean),
-        "image_std": (processor.std, vision.std),
-    }
-    if processor.fixed_size is None:
-        pairs["merge_size"] = processor.merge, vision.merge
-        pairs["temporal_patch_size"] = processor.frames, vision.temporal_patch_size
-    for key, (found, needed) in pairs.items():
-        if found != needed:
-            raise ValueError(f"{PLAIN}: `{key}` must be {needed} for this model, got {found}")
 
 
 def _tokens(

@@ -298,11 +298,13 @@ QWEN3_NEXT: dict[str, Any] = {
 }
 QWEN3_5_SIZES = {
     "head_dim": 256,
+    "image_token_id": 248_056,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
+    "mrope_section": [11, 11, 10],
     "partial_rotary_factor": 0.25,
     "rope_theta": 10_000.0,
     "vocab_size": 248_320,
@@ -476,15 +478,16 @@ FAMILIES = {
         defaults={
             "deepstack_visual_indexes": [8, 16, 24],
             "head_dim": 128,
+            "image_token_id": 151_655,
             "mrope_section": [24, 20, 20],
             "rope_theta": 500_000.0,
         },
         absent=KV_32,
     ),
     "Qwen3_5ForCausalLM": QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": QWEN3_5._replace(is_part=True),
+    "Qwen3_5ForConditionalGeneration": QWEN3_5._replace(is_part=True, tower=QWEN3_VL),
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
-    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE._replace(is_part=True),
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE._replace(is_part=True, tower=QWEN3_VL),
     "SmolLM3ForCausalLM": Family(
         QWEN3,
         mlp_bias=True,

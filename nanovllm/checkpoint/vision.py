@@ -28,7 +28,6 @@ class VisionConfig:
         num_positions: rows of the table of learned positions, a square.
         out_hidden_size: size of the embeddings, that of the language model.
         deepstack: blocks whose states are added behind the first layers of the language model, too.
-        mean, std: of each colour, from 0 to 1, by which pixels are normalised.
         mrope_section: number of pairs of a head that are rotated by a token's position on each of
             three axes (see `axes_of_pairs`); empty: tokens have one position each.
     """
@@ -45,8 +44,6 @@ class VisionConfig:
     num_positions: int
     out_hidden_size: int
     deepstack: tuple[int, ...] = ()
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     mrope_section: tuple[int, ...] = ()
 
     @property
@@ -87,7 +84,7 @@ def read_vision(
     depth = read_value(raw, "depth", int, maximum=MAX_DEPTH)
     found = VisionConfig(
         tower,
-        read_value(whole, "image_token_id", int, 151_655, minimum=0),
+        read_value(text, "image_token_id", int, minimum=0),
         depth,
         read_value(raw, "hidden_size", int),
         read_value(raw, "intermediate_size", int),

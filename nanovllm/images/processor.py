@@ -10,19 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoint.files import has_file, read_json
+from nanovllm.checkpoint.files import PROCESSORS, has_file, read_json
 from nanovllm.utils.checks import check_int
 
-NESTED, PLAIN = "processor_config.json", "preprocessor_config.json"  # the first one has priority
+NESTED, PLAIN = PROCESSORS  # the first one has priority
 MAX_RATIO = 200  # of the sides of an image, as Qwen's processors have it
 RESAMPLE = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
 KEPT_RATIO, FIXED_SIZE = ("Qwen2VL", "Qwen3VL", "Qwen3_5"), ("Gemma3",)  # names of processors
 OVERRIDES = ("max_pixels", "min_pixels", "size")
 EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # keys of `size`
-
-
-class NoProcessorError(ValueError):
-    """A checkpoint without a processor."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +168,7 @@ def read_processor(directory: Path, vision: Mapping[str, Any], tokens: int) -> I
         tokens: `mm_tokens_per_image` of its config.json; 0: none.
 
     Raises:
-        NoProcessorError: if it has no file of one.
-        ValueError: if that wants what is not supported.
+        ValueError: if its files are missing, or want what is not supported.
     """
     name, raw = _read(directory)
     kind = str(raw.get("image_processor_type", ""))
@@ -202,9 +197,9 @@ def _read(directory: Path) -> tuple[str, dict[str, Any]]:
         if isinstance(nested, dict):
             return NESTED, nested
     if not has_file(directory / PLAIN):
-        raise NoProcessorError(
-            f"{directory} has no {PLAIN}, which says how they are resized: download the checkpoint "
-            "again"
+        raise ValueError(
+            f"{directory} has no {PLAIN}, which says how images are resized: download the "
+            "checkpoint again, or pass language_model_only=True for text alone"
         )
     return PLAIN, read_json(directory / PLAIN)
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from nanovllm.adapters.adapter import Adapter
 from nanovllm.adapters.merge import Merge
-from nanovllm.checkpoint.files import ADAPTER, INDEX, has_file, read_json
+from nanovllm.checkpoint.files import ADAPTER, INDEX, PROCESSORS, has_file, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.names import (
     EMBEDDING,
@@ -143,8 +143,8 @@ def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
         return config
     files = find_weights(directory)
     changes: dict[str, Any] = {}
-    if config.vision is not None and not any(name.startswith(OTHER_PARTS) for name in files):
-        logger.info("%s has no vision tower, which config.json describes: it is text", directory)
+    if config.vision is not None and (lacks := _lacks_for_images(files, directory)):
+        logger.warning("%s has no %s: it is read as a model of text", directory, lacks)
         changes["vision"] = None
     if config.delta_net is not None:
         has_codes = any(GATES.search(name) and name.endswith(OF_CODES) for name in files)
@@ -156,6 +156,17 @@ def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
     if config.tie_word_embeddings and _has_own_head(config, files, directory):
         changes["tie_word_embeddings"] = False
     return replace(config, **changes)
+
+
+def _lacks_for_images(files: Iterable[str], directory: Path) -> str:
+    """What a checkpoint lacks to read images, as those do that were saved for their text; empty if
+    nothing.
+    """
+    if not any(name.startswith(OTHER_PARTS) for name in files):
+        return "vision tower, which config.json describes"
+    if not any(has_file(directory / name) for name in PROCESSORS):
+        return " or ".join(PROCESSORS)
+    return ""
 
 
 def _has_own_head(config: ModelConfig, files: Mapping[str, Path], directory: Path) -> bool:

@@ -32,7 +32,7 @@ from nanovllm.sampling.extras import Extras
 from nanovllm.sizing import memory
 from nanovllm.sizing.activations import max_activations
 from nanovllm.sizing.model_size import model_size
-from nanovllm.startup.build import choose_build
+from nanovllm.startup.build import choose_build, read_image_processor
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.updates import settling
 from nanovllm.updates.sleeper import Sleeper
@@ -46,8 +46,6 @@ from nanovllm.utils.device import (
 )
 from nanovllm.utils.integers import cdiv
 from nanovllm.vision.encoder import Encoder
-
-LARGEST_IMAGE = 16_384  # tokens, of Qwen's 16 million pixels
 
 logger = logging.getLogger(__name__)
 
@@ -202,10 +200,11 @@ class Builder:
         vision = self.model_config.vision
         if vision is None:
             return None
-        largest = min(build.max_model_len, LARGEST_IMAGE)
+        processor = read_image_processor(Path(self.config.model), self.model_config)
+        largest = min(build.max_model_len, processor.max_tokens)
         capacity = max(self.config.max_num_batched_tokens, largest)
         rope = next(iter(model.model.ropes.values())) if vision.mrope_section else None
-        return Encoder(model.visual, vision, rope, build, capacity, self.device)
+        return Encoder(model.visual, vision, processor, rope, build, capacity, self.device)
 
     def load(self, model: Qwen3ForCausalLM, dtype: torch.dtype) -> None:
         """Fill the weights."""

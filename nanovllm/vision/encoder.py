@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from nanovllm.checkpoint.vision import VisionConfig
 from nanovllm.engine.plan import BatchImages
 from nanovllm.engine.step_inputs import StepInputs
+from nanovllm.images.processor import ImageProcessor
 from nanovllm.layers.base import Build
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.scheduling.encoder_cache import ImageFacts
@@ -46,6 +47,7 @@ class Encoder:
     Args:
         tower: tower on its device.
         config: facts of the tower.
+        processor: how pixels are normalised.
         rope: rotary embedding of the language model, if tokens have positions of three axes.
         build: options of the model.
         capacity: number of embeddings that the store holds.
@@ -59,13 +61,14 @@ class Encoder:
         self,
         tower: Tower,
         config: VisionConfig,
+        processor: ImageProcessor,
         rope: RotaryEmbedding | None,
         build: Build,
         capacity: int,
         device: torch.device,
     ) -> None:
         self._tower, self._config, self._device = tower, config, device
-        self._rope = rope
+        self._processor, self._rope = processor, rope
         if rope is not None:
             half = rope.cos_sin.shape[1] // 2
             self._axes = torch.tensor(axes_of_pairs(config.mrope_section, half), device=device)
@@ -145,14 +148,15 @@ class Encoder:
         if batch:
             yield batch
 
-    def encode(self, images: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
+    def encode(self, pictures: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
         """Encode images, those of equal size next to each other: [T, 1 + K, M]."""
         size, patches, alike = self._config.patch_size, [], []
-        for (height, width, _), group in groupby(images, key=np.shape):
+        for (height, width, _), group in groupby(pictures, key=np.shape):
             pixels = torch.from_numpy(np.stack([*group]))
             if self._device.type == "cuda":
                 pixels = pixels.pin_memory()
             pixels = pixels.to(self._device, non_blocking=True)
             alike.append(Alike(height // size, width // size, len(pixels)))
-            patches.append(self._tower.cut(normalise(pixels, self._config.mean, self._config.std)))
+            images = normalise(pixels, self._processor.mean, self._processor.std)
+            patches.append(self._tower.cut(images))
         return self._tower(torch.cat(patches), alike)

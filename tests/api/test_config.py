@@ -447,8 +447,8 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(way, chec
             r"M4For.* keeps latents, .*\(MLA\)",
         ),
         (
-            {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {}},
-            "Qwen3VL.* reads images or sound; pass a text-only model",
+            {"architectures": ["InternVLForConditionalGeneration"], "vision_config": {}},
+            "InternVL.* reads images or sound; pass a text-only model",
         ),
         (
             {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "own.Own"}},

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from modes import Mode, engine_in, in_every_mode
-from vision_checkpoints import VISION, add, picture, reference, run
+from vision_checkpoints import VISION, add, picture, reference, reference_logprobs, run
 
 from checkpoints import SMALL, greedy, rare, tokens
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 
 FLAT, TALL = picture(32, 256, 1), picture(192, 64, 2)
 LARGE, OTHER = picture(160, 192, 3), picture(160, 192, 4)  # of equal size
@@ -30,9 +31,9 @@ PROMPTS: list[list[Any]] = [
     [LARGE, [4], LARGE, [6]],
     [[8] * 40, SMALL_ONE, [2], TALL, [2]],
 ]
-LENGTHS = [12, 5, 9, 14, 9, 12, 7, 8, 10]
+LENGTHS = [12, 25, 9, 24, 19, 22, 17, 18, 20]
 PARAMS = [greedy(n) for n in LENGTHS]
-MODELS = ["qwen3-vl"]
+MODELS = ["qwen3-vl", "qwen3.5"]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -56,3 +57,144 @@ def test_tokens_are_those_of_transformers(mode: Mode, path: Path, wanted: list[l
         assert metrics["num_images_encoded"] >= 6, "different images"
         if mode.caches:
             assert metrics["num_image_hits"] > 0
+
+
+@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
+def test_a_prefix_of_the_cache_is_of_the_same_image(path: Path, wanted: list[list[int]]) -> None:
+    """One after another: the same is found across its image; another image of equal size is not,
+    nor one that differs in a bit of a pixel.
+    """
+    with LLM(path, **SMALL) as llm:
+        cached, encoded = [], []
+        for i in (3, 5, 4, 6, 3):
+            [output] = run(llm, [PROMPTS[i]], [PARAMS[i]])
+            assert output["token_ids"] == wanted[i]
+            cached.append(output.num_cached_tokens)
+            encoded.append(llm.metrics()["num_images_encoded"])
+        assert cached == [0, 32, 0, 0, 32], "of 45 and 46 tokens, in blocks of 16"
+        assert encoded == [1, 1, 2, 3, 3]
+        # The second and the last needed rows of the image that the prefix had not.
+        assert llm.metrics()["num_image_hits"] == 2
+
+
+@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
+def test_a_chunk_may_end_inside_an_image_and_before_one(
+    path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside, if the image is in the store; before, if the store has no room for it beside one that
+    another sequence has begun.
+    """
+    small = {**SMALL, "max_num_batched_tokens": 24, "max_model_len": 80}
+    with LLM(path, **small) as llm:
+        # Room for one large image and half of another.
+        cache = llm.scheduler.images
+        monkeypatch.setattr(cache, "_facts", cache._facts._replace(capacity=45))
+        cache.forget()
+        steps = []
+        schedule = llm.scheduler.schedule
+
+        def spy() -> Any:
+            steps.append(schedule())
+            return steps[-1]
+
+        monkeypatch.setattr(llm.scheduler, "schedule", spy)
+        which = [4, 3, 4]
+        found = run(llm, [PROMPTS[i] for i in which], [PARAMS[i] for i in which])
+        assert tokens(found) == [wanted[i] for i in which]
+    ends = [item.end for step in steps for item in step if item.start < item.seq.images_end]
+    assert ends.count(2) == 1, "before the image, since the other one is held"
+    assert any(2 < end < 32 for end in ends), "inside an image"
+
+
+@pytest.mark.parametrize("path", ["qwen3.5"], indirect=True)
+def test_a_snapshot_inside_an_image_is_of_the_same_image(path: Path) -> None:
+    """States after 64 tokens, of which 43 are of an image: they serve the same prefix alone."""
+    image, other = picture(224, 256, 6), picture(224, 256, 7)
+    begin, params = [[1] * 20], [greedy(8)] * 4
+    prompts = [[*begin, which, [last]] for which, last in ((image, 1), (image, 2), (other, 1))]
+    wanted = [reference(path, prompt, 8) for prompt in prompts]
+    assert wanted[0] != wanted[2]
+    with LLM(path, **{**SMALL, "max_num_batched_tokens": 96}) as llm:
+        found = run(llm, prompts, params[:3])
+        assert tokens(found) == wanted
+        assert [output.num_cached_tokens for output in found] == [0, 64, 0]
+        metrics = llm.metrics()
+        assert metrics["num_snapshot_hits"] == 1 and metrics["num_images_encoded"] == 2
+
+
+def test_samples_and_log_probabilities_are_those_of_transformers(path: Path) -> None:
+    """Two samples of a prompt, whose image is encoded once, and scores of all its tokens."""
+    parts, asked = PROMPTS[2], {"logprobs": 0, "prompt_logprobs": 0}
+    params = SamplingParams(seed=5, n=2, max_tokens=12, **asked)
+    with LLM(path, **SMALL) as llm:
+        [output] = run(llm, [parts], [params])
+        assert llm.metrics()["num_images_encoded"] == 2
+    ids, count = output.prompt_token_ids, len(output.prompt_token_ids)
+    assert output.outputs[0].token_ids != output.outputs[1].token_ids
+    for sample in output.outputs:
+        wanted = reference_logprobs(path, parts, sample.token_ids)
+        behind = wanted[count - 1 :].gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        found = [
+            each[token].logprob
+            for each, token in zip(sample.logprobs, sample.token_ids, strict=True)
+        ]
+        torch.testing.assert_close(torch.tensor(found), behind, atol=1e-3, rtol=1e-3)
+    within = wanted[: count - 1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    found = [
+        each[token].logprob for each, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+    ]
+    torch.testing.assert_close(torch.tensor(found), within, atol=1e-3, rtol=1e-3)
+
+
+def test_an_image_goes_when_another_needs_its_rows(path: Path, wanted: list[list[int]]) -> None:
+    """A store for 128 tokens of 158: some are encoded again when their prompts come again."""
+    with LLM(path, **SMALL, enable_prefix_caching=False) as llm:
+        others = [[[1], picture(192, 192, 10 + i), [2]] for i in range(3)]
+        params = [greedy(1)] * 3
+        for _ in range(2):
+            assert tokens(run(llm, PROMPTS[3:4], PARAMS[3:4])) == wanted[3:4]
+            run(llm, others, params)
+        metrics = llm.metrics()
+        assert metrics["num_images_encoded"] == 8 and metrics["num_image_hits"] == 0
+
+
+@pytest.mark.parametrize("size", [2, rare(4)])
+def test_ranks_have_the_whole_tower(path: Path, wanted: list[list[int]], size: int) -> None:
+    """Pixels reach all workers, in chunks and with overlap."""
+    options = {**SMALL, "tensor_parallel_size": size, "max_num_batched_tokens": 24, "overlap": True}
+    with LLM(path, **options) as llm:
+        assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
+        assert llm.metrics()["num_images_encoded"] >= 6
+
+
+def test_one_token_at_a_time(path: Path, wanted: list[list[int]]) -> None:
+    with LLM(path, **SMALL, batch_invariant=True) as llm:
+        assert tokens(run(llm, PROMPTS[:5], PARAMS[:5])) == wanted[:5]
+
+
+def test_an_error_in_the_tower_leaves_the_engine_usable(
+    path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is repeated, and encodes its images again."""
+    with LLM(path, **SMALL) as llm:
+        tower = llm.model_runner.model.visual
+        broken = [True, True]
+
+        def fail(*_: Any) -> None:
+            if broken:
+                broken.pop()
+                raise MemoryError("no room")
+
+        tower.register_forward_pre_hook(fail)
+        ids = [add(llm, *request) for request in zip(PROMPTS[:4], PARAMS[:4], strict=True)]
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                llm.step()
+        found = {}
+        while not llm.is_finished():
+            found.update((output.request_id, output["token_ids"]) for output in llm.step())
+        assert [found[i] for i in ids] == wanted[:4]
+        add(llm, PROMPTS[4], PARAMS[4])
+        llm.step()
+        llm.abort_all()
+        assert tokens(run(llm, PROMPTS[4:6], PARAMS[4:6])) == wanted[4:6]

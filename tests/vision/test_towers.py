@@ -15,6 +15,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.vision import QWEN3_VL, read_vision
 from nanovllm.distributed.group import Group
+from nanovllm.images.processor import ImageProcessor
 from nanovllm.layers.base import Build
 from nanovllm.models.loader import shards_of_all
 from nanovllm.vision import encoder
@@ -22,6 +23,7 @@ from nanovllm.vision.encoder import Encoder
 from nanovllm.vision.towers import make_tower
 
 SEED = 3
+PROCESSOR = ImageProcessor(16, 2, "bicubic", mean=(0.4, 0.5, 0.6), std=(0.5, 0.2, 0.3))
 SIZES: dict[str, Any] = {
     "depth": 3,
     "num_heads": 2,
@@ -59,7 +61,7 @@ def make_encoders(
                 param.data += 0.2 * torch.randn_like(param)
     reference.to(dtype)
     whole = {"vision_config": config.vision_config.to_dict()}
-    text = {"mrope_section": [24, 20, 20]}
+    text: dict[str, Any] = {"mrope_section": [24, 20, 20], "image_token_id": 7}
     if kind == "qwen3-vl":
         text["deepstack_visual_indexes"] = [8, 16, 24]
     facts = read_vision(whole, text, QWEN3_VL, sizes["out_hidden_size"])
@@ -70,16 +72,14 @@ def make_encoders(
     assert shards.keys() == weights.keys()
     for name, shard in shards.items():
         shard.put(weights[name])
-    return reference, Encoder(tower, facts, None, build, 64, torch.device("cpu"))
+    return reference, Encoder(tower, facts, PROCESSOR, None, build, 64, torch.device("cpu"))
 
 
 def reference_rows(reference: Any, images: list[np.ndarray]) -> list[torch.Tensor]:
     """Embeddings and states of deepstack by transformers, from its own patches: [T, 1 + K, M]."""
     size = {"shortest_edge": 1, "longest_edge": 1 << 24}
-    half = [0.5] * 3
-    processor = Qwen2VLImageProcessorPil(
-        size=size, patch_size=16, merge_size=2, image_mean=half, image_std=half
-    )
+    colours = {"image_mean": [*PROCESSOR.mean], "image_std": [*PROCESSOR.std]}
+    processor = Qwen2VLImageProcessorPil(size=size, patch_size=16, merge_size=2, **colours)
     found = processor([Image.fromarray(image) for image in images], return_tensors="pt")
     grid = found["image_grid_thw"]
     assert grid[:, 1:].tolist() == [[image.shape[i] // 16 for i in (0, 1)] for image in images]
