@@ -113,6 +113,7 @@ class WaitingCore(Core[Any]):
             request.weight_version = self.weight_version
             self._waiting[request.request_id] = request
             self._preparation.add(request.request_id, request.checked.pictures)
+            self._events.count(len(self._waiting), self._preparation)
 
     def step(self) -> None:
         """Queue the requests whose images have become ready, and let the core go on."""
@@ -122,10 +123,12 @@ class WaitingCore(Core[Any]):
             if self._waiting and not self._core.requests and not self._failed:
                 began = time.perf_counter()
                 self._preparation.wait(WAIT_SECONDS)
-                self._events.wait(began, time.perf_counter())
+                self._events.waited(began, time.perf_counter())
                 self._admit()
+            self._events.count(len(self._waiting), self._preparation)
         self._core.step()
         self._release()
+        self._events.count(len(self._waiting), self._preparation)
         self._tell()
 
     def _admit(self) -> None:
@@ -142,7 +145,6 @@ class WaitingCore(Core[Any]):
                 )
             else:
                 self._fail(request, ready.error)
-        self._events.count(len(self._waiting), self._preparation)
 
     def _fail(self, request: WaitingRequest, error: str) -> None:
         """End a request that has an image which cannot be read."""
@@ -218,7 +220,7 @@ class WaitingCore(Core[Any]):
     ) -> Callable[[], None]:
         """Record what happens from now on. Returns what ends that."""
         stop = self._core.record(write, facts, process)
-        self._events = ImageEvents(write, process)
+        self._events = ImageEvents(write)
         self._preparation.note = self._events.prepared
 
         def stop_both() -> None:

@@ -6,12 +6,14 @@ microseconds. Imports no torch.
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from nanovllm.utils.as_json import as_json
 
 STEPS, HOST, DEVICE = 1, 2, 3  # tracks
+# Preparation of images: a process of its own in viewers, and the counter of what waits for it.
+IMAGES, IMAGES_WAITING = 999, "images"
 BEGAN, ENDED, FULL = "recording began", "recording ended", "recording is full"
 TRACKS = {STEPS: "steps", HOST: "host", DEVICE: "GPU"}
 _STEP = """\
@@ -21,7 +23,7 @@ _STEP = """\
 "wait_us":%s,"book_us":%s,"gpu_us":%s,"keys":%s,"pairs":%s}}"""
 _HOST = '{"ph":"X","pid":%d,"tid":2,"cat":"host","name":"%s","ts":%s,"dur":%s}'
 _DEVICE = '{"ph":"X","pid":%d,"tid":3,"cat":"gpu","name":"%s","ts":%s,"dur":%s}'
-_IMAGE = '{"ph":"X","pid":%d,"tid":%d,"cat":"image","name":"%s","ts":%s,"dur":%s}'
+_IMAGE = '{"ph":"X","pid":%d,"tid":%d,"cat":"image","name":"%s","ts":%s,"dur":%s,"args":{}}'
 _COUNTER = '{"ph":"C","pid":%d,"name":"%s","ts":%s,"args":{"%s":%d,"%s":%d}}'
 _PHASE = '{"ph":"%s","pid":%d,"tid":0,"cat":"request","id":"%s","name":"%s","ts":%s%s}'
 
@@ -167,23 +169,23 @@ class SequenceRecord(NamedTuple):
         return lines
 
 
-def slice_event(pid: int, track: int, name: str, began_at: float, ended_at: float) -> str:
+def image_event(track: int, name: str, began_at: float, ended_at: float) -> str:
     """Work on the images of prompts, on a track of its own; moments are in seconds."""
     begin, end = _ns(began_at), _ns(ended_at)
-    return _IMAGE % (pid, track, name, _us(begin), _us(end - begin))
+    return _IMAGE % (IMAGES, track, name, _us(begin), _us(end - begin))
 
 
-def counter_event(pid: int, name: str, at: float, counts: Mapping[str, int]) -> str:
-    """A counter at a moment in seconds."""
-    what = {"ph": "C", "pid": pid, "name": name, "ts": round(at * 1e6, 3), "args": counts}
-    return json.dumps(what, separators=(",", ":"))
+def images_waiting_event(at: float, waiting: int, num_bytes: int) -> str:
+    """Requests that wait for images, and the memory of all images, at a moment in seconds."""
+    counts = "requests waiting", waiting, "MiB", num_bytes >> 20
+    return _COUNTER % (IMAGES, IMAGES_WAITING, _us(_ns(at)), *counts)
 
 
-def track_name(pid: int, track: int, name: str) -> list[str]:
-    """The name of a track in viewers."""
+def image_track(track: int, name: str) -> list[str]:
+    """The name of such a track in viewers."""
     return [
-        _metadata(pid, track, "thread_name", {"name": name}),
-        _metadata(pid, track, "thread_sort_index", {"sort_index": track}),
+        _metadata(IMAGES, track, "thread_name", {"name": name}),
+        _metadata(IMAGES, track, "thread_sort_index", {"sort_index": track}),
     ]
 
 

@@ -5,6 +5,7 @@
 import asyncio
 import base64
 import io
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from seeing import GREEDY, PICTURE, make_seeing, photo, reference
 
 from checkpoints import SMALL, assert_idle
 from nanovllm import LLM, AsyncLLM
+from nanovllm.report.reading import read_trace
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "max_num_batched_tokens": 256}
 A, B, LARGE = photo(100, 70, 1), photo(64, 96, 2), photo(300, 400, 3)
@@ -273,6 +275,25 @@ def test_chat_refuses(seeing: LLM, path: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="must be a file below"):
             part = {"type": "image", "image": str(path / "config.json")}
             llm.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
+
+
+def test_a_recording_has_the_images(seeing: LLM, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    prompts = [
+        {"prompt": PICTURE, "multi_modal_data": {"image": photo(90, 90, seed)}} for seed in range(5)
+    ]
+    with seeing.trace(file):
+        seeing.generate([*prompts, prompts[0]], GREEDY, use_tqdm=False)
+    seeing.generate(prompts, GREEDY, use_tqdm=False)  # not recorded
+    events = json.loads(file.read_text())
+    prepared = [each for each in events if each.get("cat") == "image" and each["name"] == "prepare"]
+    assert len(prepared) == 5 and all(each["dur"] > 0 for each in prepared)
+    counts = [each["args"] for each in events if each["name"] == "images" and each["ph"] == "C"]
+    assert max(each["requests waiting"] for each in counts) == 6
+    assert counts[-1]["requests waiting"] == 0
+    trace = read_trace(str(file))
+    assert len(trace.image_seconds) == 5 and trace.has_ended
+    assert trace.engines[0].images_waiting.min() >= 0
 
 
 def test_async(path: Path) -> None:
