@@ -197,10 +197,8 @@ def test_data_frames(path: Path, folder: Path, texts: dict[str, str]) -> None:
                 assert isinstance(found[2], str)
 
 
-@pytest.mark.parametrize("replicas", [rare(2)])
-def test_replicas_get_images(
-    path: Path, folder: Path, texts: dict[str, str], replicas: int
-) -> None:
+@pytest.mark.slow
+def test_replicas_get_images(path: Path, folder: Path, texts: dict[str, str]) -> None:
     prompts = [
         {"prompt": f"{PICTURE}what?", "multi_modal_data": {"image": folder / f"{name}.png"}}
         for name in ("a", "b", "cut", "b", "a")
