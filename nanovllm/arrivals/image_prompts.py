@@ -50,6 +50,7 @@ def make_image_prompts(
         processor,
         _tokens(processor, vision, model_config.source, tokenizer),
         read_most_images(config.limit_mm_per_prompt),
+        max(config.max_num_batched_tokens, processor.max_tokens),
         Media(config.allowed_local_media_path),
     )
 
