@@ -1,6 +1,7 @@
 """Tiny random checkpoints of models that read images, and what transformers generates from them."""
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 from invariants import check_scheduler
 from PIL import Image as Picture
+from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from nanovllm import LLM, SamplingParams
@@ -78,7 +80,30 @@ def make_qwen3_5(path: Path, *, seed: int = 0, **text: Any) -> Path:
     return _save(transformers.Qwen3_5ForConditionalGeneration, config, path, seed)
 
 
-VISION = {"qwen3-vl": make_qwen3_vl, "qwen3.5": make_qwen3_5}
+def make_qwen3_vl_moe(path: Path, *, seed: int = 1) -> Path:
+    """A checkpoint of Qwen3-VL with experts in one tensor, as transformers writes them."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5]}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**TEXT, **experts, "rope_parameters": rope},
+        vision_config={**TOWER, "deepstack_visual_indexes": [0, 1]},
+        **IDS,
+    )
+    return _save(transformers.Qwen3VLMoeForConditionalGeneration, config, path, seed)
+
+
+def with_inputs_first(path: Path, other: Path) -> Path:
+    """The same checkpoint with experts as published files have them: [experts, inputs, outputs]."""
+    shutil.copytree(path, other)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name:
+            tensors[name] = tensor.mT.contiguous()
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    return other
+
+
+VISION = {"qwen3-vl": make_qwen3_vl, "qwen3.5": make_qwen3_5, "qwen3-vl-moe": make_qwen3_vl_moe}
 
 
 def processor() -> Any:
