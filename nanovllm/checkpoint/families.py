@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanovllm.checkpoint.files import read_value
-from nanovllm.checkpoint.vision import QWEN3_VL
+from nanovllm.checkpoint.vision import QWEN3_VL, SIGLIP
 from nanovllm.utils.integers import cdiv
 
 Raw = dict[str, Any]  # config.json
@@ -272,7 +272,9 @@ GEMMA3 = Family(
     qk_norm="head",
     defaults={
         **GEMMA,
+        "image_token_index": 262_144,
         "max_position_embeddings": 131_072,
+        "mm_tokens_per_image": 256,
         "num_attention_heads": 8,
         "rope_theta": 1_000_000.0,
         "vocab_size": 262_208,
@@ -368,7 +370,7 @@ FAMILIES = {
         complete=_gemma2,
     ),
     "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": GEMMA3._replace(is_part=True),
+    "Gemma3ForConditionalGeneration": GEMMA3._replace(is_part=True, tower=SIGLIP),
     "Glm4ForCausalLM": Family("gemma.Glm4ForCausalLM", **GLM),
     "GlmForCausalLM": Family(QWEN3, **GLM),
     "GptOssForCausalLM": Family(
