@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanovllm.checkpoint.files import read_value
-from nanovllm.checkpoint.vision import QWEN3_VL
+from nanovllm.checkpoint.vision import QWEN3_VL, SIGLIP
 from nanovllm.utils.integers import cdiv
 
 Raw = dict[str, Any]  # config.json
@@ -148,6 +148,10 @@ def _qwen3_5_moe(raw: Raw) -> Raw:
     return {**_qwen3_next(raw), "norm_topk_prob": True}
 
 
+def _qwen3_vl_moe(raw: Raw) -> Raw:
+    return {"norm_topk_prob": True, "sliding_window": None}
+
+
 def _lfm2(raw: Raw) -> Raw:
     """LFM2: the intermediate size is adjusted, and layers that attend may be given by number."""
     facts: Raw = {"rms_norm_eps": read_value(raw, "norm_eps", float, 1e-5, 1e-30, 1)}
@@ -268,7 +272,9 @@ GEMMA3 = Family(
     qk_norm="head",
     defaults={
         **GEMMA,
+        "image_token_index": 262_144,
         "max_position_embeddings": 131_072,
+        "mm_tokens_per_image": 256,
         "num_attention_heads": 8,
         "rope_theta": 1_000_000.0,
         "vocab_size": 262_208,
@@ -290,6 +296,12 @@ GLM: dict[str, Any] = {
     "absent": {"num_key_value_heads": 2},
 }
 MISTRAL = Family(QWEN3, **NO_BIASES, defaults=THETA, absent={**KV_8, **WINDOW}, complete=_all_slide)
+QWEN3_VL_KEYS: dict[str, Any] = {
+    "deepstack_visual_indexes": [8, 16, 24],
+    "image_token_id": 151_655,
+    "mrope_section": [24, 20, 20],
+    "rope_theta": 500_000.0,
+}
 QWEN3_NEXT: dict[str, Any] = {
     "norm_plus_one": True,
     "qk_norm": "head",
@@ -358,7 +370,7 @@ FAMILIES = {
         complete=_gemma2,
     ),
     "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": GEMMA3._replace(is_part=True),
+    "Gemma3ForConditionalGeneration": GEMMA3._replace(is_part=True, tower=SIGLIP),
     "Glm4ForCausalLM": Family("gemma.Glm4ForCausalLM", **GLM),
     "GlmForCausalLM": Family(QWEN3, **GLM),
     "GptOssForCausalLM": Family(
@@ -475,14 +487,24 @@ FAMILIES = {
         qk_norm="head",
         is_part=True,
         tower=QWEN3_VL,
-        defaults={
-            "deepstack_visual_indexes": [8, 16, 24],
-            "head_dim": 128,
-            "image_token_id": 151_655,
-            "mrope_section": [24, 20, 20],
-            "rope_theta": 500_000.0,
-        },
+        defaults={**QWEN3_VL_KEYS, "head_dim": 128},
         absent=KV_32,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        "qwen3_moe.Qwen3VLMoeForConditionalGeneration",
+        qk_norm="head",
+        num_experts=("num_local_experts", "num_experts"),
+        packed_experts=True,
+        is_part=True,
+        tower=QWEN3_VL,
+        defaults={
+            **QWEN3_VL_KEYS,
+            "moe_intermediate_size": 1408,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+        },
+        absent={"num_key_value_heads": 16},
+        complete=_qwen3_vl_moe,
     ),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5._replace(is_part=True, tower=QWEN3_VL),

@@ -58,6 +58,7 @@ class ExpertConfig:
         has_shared: whether a layer has one expert more, which all tokens choose, with a gate.
         path: path of a layer's experts in the checkpoint, in that layer.
         names: names of gate, up and down in the checkpoint, in each expert.
+        inputs_first: whether matrices of experts in one tensor are [inputs, outputs] there.
     """
 
     num_experts: int
@@ -71,6 +72,7 @@ class ExpertConfig:
     has_shared: bool
     path: str
     names: tuple[str, str, str]
+    inputs_first: bool = False
 
     def modules(self, path: str) -> Iterator[str]:
         """The paths of all modules of experts in the checkpoint.

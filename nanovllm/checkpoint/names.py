@@ -20,6 +20,15 @@ VISION_PREFIXES = {
     for model in ("model.", "")
     for part in modules.OTHER_PARTS
 }
+# SigLIP as transformers 4 writes it; and its head, which no model here has.
+VISION_PREFIXES |= {
+    f"{model}vision_tower.vision_model.": f"{TOWER}vision_tower." for model in ("model.", "")
+}
+HEADS = tuple(
+    f"{model}vision_tower.{tower}head."
+    for model in ("model.", "")
+    for tower in ("", "vision_model.")
+)
 # Prefixes of the other parts of such checkpoints, in both spellings.
 OTHER_PARTS = tuple(f"{model}{part}." for model in ("", "model.") for part in modules.OTHER_PARTS)
 DRAFTS = "mtp."  # prefix of layers that draft tokens (Qwen3.5), which are left out of any model
@@ -130,7 +139,9 @@ def left_out_prefixes(is_part: bool, has_tower: bool) -> tuple[str, ...]:
         is_part: whether the checkpoint may have other parts.
         has_tower: whether the model has the part for images.
     """
-    return (*OTHER_PARTS, DRAFTS) if is_part and not has_tower else (DRAFTS,)
+    if has_tower:
+        return (*HEADS, DRAFTS)
+    return (*OTHER_PARTS, DRAFTS) if is_part else (DRAFTS,)
 
 
 def has_tower(own: Iterable[str]) -> bool:

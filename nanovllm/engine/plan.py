@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.sequence import ScheduledSequence, Sent, Sequence
+from nanovllm.images.stored import Span
 from nanovllm.scheduling.encoder_cache import placed_rows
 from nanovllm.scheduling.prefixes import SharedPrefixes, find_shared_prefixes
 from nanovllm.utils.arrays import Int32
@@ -77,7 +78,7 @@ class StepPlan(NamedTuple):
     # block id
     new_blocks: Int32
     loads: Int32  # [2, l]: rows of snapshots, and slots whose states begin with these
-    # [5, n]: rows up to the last image of their prompts, see `placed_rows`
+    # [6, n]: rows up to the last image of their prompts, see `placed_rows`
     placed: Int32
     saves: Int32  # [2, s]: slots, and rows that take a snapshot of their states behind this step
     joined: Int32  # [J], slots whose sequence the ranks do not know yet
@@ -183,7 +184,7 @@ def max_plan_bytes(
         num_tables: number of tables of a sequence, see `SlotTable`.
         has_images: whether prompts may have images.
     """
-    words = max_num_batched_tokens * (6 if has_images else 1) + max_num_seqs * (
+    words = max_num_batched_tokens * (7 if has_images else 1) + max_num_seqs * (
         11 + 4 * max_blocks * num_tables
     )
     return 4 * words + max_num_seqs * fact_dtype().itemsize
@@ -196,11 +197,13 @@ class BatchImages(NamedTuple):
         rows: [n], rows of [T] that have an embedding of an image.
         stored: [n], rows of the store that have these.
         positions: [3, T], positions of all tokens on the axes of time, height and width.
+        spans: images of the step.
     """
 
     rows: Int32
     stored: Int32
     positions: Int32
+    spans: tuple[Span, ...]
 
 
 NO_SLOTS, NO_TABLES = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
@@ -286,11 +289,16 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
     columns, offsets = indices // block_size, indices % block_size
     facts = table.facts[plan.slots]
     positions = (indices + facts["position_deltas"][rows]).astype(np.int32)
-    images = _place_images(positions, plan.placed) if plan.placed.size else None
+    input_ids, images = plan.token_ids, None
+    if plan.placed.size:
+        images = _place_images(positions, plan.placed, rows, indices)
+    if images is not None:  # the placeholder may be none of the vocabulary
+        input_ids = input_ids.copy()
+        input_ids[images.rows] = 0
     slots = [(each[rows, columns] * block_size + offsets).astype(np.int32) for each in tables]
     return Batch(
         num_decodes=num_decodes,
-        input_ids=plan.token_ids,
+        input_ids=input_ids,
         positions=positions,
         slot_mapping=slots[0],
         context_lens=context_lens,
@@ -309,18 +317,29 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
     )
 
 
-def _place_images(positions: Int32, placed: Int32) -> BatchImages | None:
+def _place_images(
+    positions: Int32, placed: Int32, sequences: NDArray[np.int64], indices: NDArray[np.int64]
+) -> BatchImages | None:
     """The images of a step; None: it has no placeholder. Positions of text among images, alike on
     all axes, are written to `positions`: [T].
+
+    Args:
+        positions: [T], for rotation.
+        placed: see `placed_rows`.
+        sequences, indices: [T], row and index of each token's sequence.
     """
-    rows, stored, *axes = placed
+    rows, stored, numbers, *axes = placed
     positions[rows] = axes[0]
     has_image = stored >= 0
     if not has_image.any():
         return None
     of_all = np.stack([positions] * 3)
     of_all[:, rows] = axes
-    return BatchImages(rows[has_image], stored[has_image], of_all)
+    _, firsts, counts = np.unique(numbers[has_image], return_index=True, return_counts=True)
+    begins = rows[has_image][firsts]
+    facts = begins, counts, sequences[begins], indices[begins]
+    spans = tuple(map(Span, *(fact.tolist() for fact in facts)))
+    return BatchImages(rows[has_image], stored[has_image], of_all, spans)
 
 
 def running_sum(lens: NDArray[np.integer]) -> Int32:

@@ -252,6 +252,14 @@ class Sequence:
                     token_ids[first - begin : last - begin] = [stand_in] * (last - first)
         return token_ids
 
+    def cuts_an_image(self, position: int) -> bool:
+        """Whether tokens that see each other lie before this index and behind it."""
+        if position >= self.images_end or self.image_state is None:
+            return False
+        return self.image_state.are_whole and any(
+            placed.offset < position < placed.end for placed in self.images
+        )
+
     def append_token(self, token_id: int) -> None:
         """Append a token, or `PENDING` for one that a step on its way samples."""
         self.token_ids.append(token_id)

@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.attention.base import QKV
+from nanovllm.attention.images import attend_in_images
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.base import Build, State, StatefulLayer
 from nanovllm.layers.layernorm import RMSNorm
@@ -148,6 +149,8 @@ class Attention(StatefulLayer):
             if self.rope.query_scale is not None:
                 q = q * self.rope.query_scale[positions].to(q.dtype)[:, None, None]
             out = self.backend.attend(QKV(q, k, v), self.cache, context, self.scoring)
+            if context.images is not None and context.images.spans:
+                attend_in_images(q, out, self.cache, context, self.scoring)
         rows = self.kept_rows()
         return out.flatten(1) if rows is None else out.flatten(1).index_select(0, rows)
 

@@ -137,9 +137,13 @@ def shards_of_all(model: nn.Module) -> dict[str, Shard]:
 
 def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
     """The facts of a checkpoint, with those that only its tensors tell."""
-    has_shared = config.experts is not None and config.experts.has_shared
+    experts = config.experts
+    # One by one, or all in one tensor: no config.json of these models says which.
+    may_be_stacked = experts is not None and (
+        experts.has_shared or (experts.packed and not experts.bias)
+    )
     by_tensors = config.delta_net, config.vision
-    if not (config.tie_word_embeddings or has_shared or any(by_tensors)):
+    if not (config.tie_word_embeddings or may_be_stacked or any(by_tensors)):
         return config
     files = find_weights(directory)
     changes: dict[str, Any] = {}
@@ -149,10 +153,16 @@ def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
     if config.delta_net is not None:
         has_codes = any(GATES.search(name) and name.endswith(OF_CODES) for name in files)
         changes["delta_net"] = replace(config.delta_net, gates_in_codes=has_codes)
-    if config.experts is not None and has_shared:
-        # Experts one by one, or all in one tensor: no config.json of these models says which.
-        is_stacked = any(name.endswith(STACKED) for name in files)
-        changes["experts"] = replace(config.experts, packed=is_stacked)
+    if experts is not None and may_be_stacked:
+        stacked = [name for name in files if name.endswith(STACKED)]
+        changes["experts"] = replace(
+            experts,
+            packed=bool(stacked),
+            inputs_first=any(
+                _shape(files, name)[1:] != [2 * experts.intermediate_size, config.hidden_size]
+                for name in stacked[:1]
+            ),
+        )
     if config.tie_word_embeddings and _has_own_head(config, files, directory):
         changes["tie_word_embeddings"] = False
     return replace(config, **changes)
@@ -185,6 +195,12 @@ def _has_own_head(config: ModelConfig, files: Mapping[str, Path], directory: Pat
         embedding,
     )
     return True
+
+
+def _shape(files: Mapping[str, Path], name: str) -> list[int]:
+    """The shape of a tensor of a checkpoint."""
+    with _open(files[name]) as tensors:
+        return list(tensors.get_slice(name).get_shape())
 
 
 def _are_equal(files: Mapping[str, Path], name: str, other: str) -> bool:

@@ -56,14 +56,12 @@ class EncoderCache:
         facts: of the model's images; None: it has no tower.
 
     Attributes:
-        are_whole: see `ImageFacts`.
         num_encoded, num_hits: images that were encoded for a sequence, and that were there: in the
             store, or as keys and values in the prefix cache.
     """
 
     def __init__(self, facts: ImageFacts | None = None) -> None:
         self._facts = facts or ImageFacts(0)
-        self.are_whole = self._facts.are_whole
         self._numbers: dict[bytes, int] = {}  # of all images so far, by key
         self.num_encoded = self.num_hits = 0
         self.forget()
@@ -89,7 +87,7 @@ class EncoderCache:
             positions, seq.position_delta = three_positions(
                 seq.num_prompt_tokens, seq.images, self._facts.merge
             )
-        seq.image_state = ImageState(stand_ins, positions)
+        seq.image_state = ImageState(stand_ins, positions, self._facts.are_whole)
 
     def release(self, seq: Sequence) -> None:
         """A sequence holds nothing any more."""
@@ -121,7 +119,7 @@ class EncoderCache:
         room = self._facts.capacity - self._num_held_rows
         counted: set[bytes] = set()
         for i, placed in overlapping(seq, start, end):
-            if self.are_whole and placed.end > end:
+            if self._facts.are_whole and placed.end > end:
                 return max(start, placed.offset)
             key, count = placed.image.key, placed.image.num_tokens
             assert seq.image_state is not None, f"{seq!r} has not joined"
@@ -217,14 +215,6 @@ def overlapping(seq: Sequence, start: int, end: int) -> Iterator[tuple[int, Plac
             yield i, placed
 
 
-def floor(seq: Sequence, position: int) -> int:
-    """A position, or the beginning of the image that it lies inside."""
-    for _, placed in overlapping(seq, position - 1, position):
-        if placed.end > position:
-            return placed.offset
-    return position
-
-
 class Encoding(NamedTuple):
     """The images that a step encodes.
 
@@ -256,9 +246,10 @@ def placed_rows(scheduled: list[ScheduledSequence]) -> Int32:
     """The rows of a step up to the last image of their prompt, from the first item on.
 
     Returns:
-        [5, n]: row of the step; row of the store, -1 for tokens of text; three positions.
+        [6, n]: row of the step; row of the store and number of the image, -1 for tokens of text;
+        three positions.
     """
-    parts, row = [np.zeros((5, 0), np.int32)], 0
+    parts, row, number = [np.zeros((6, 0), np.int32)], 0, 0
     if not any(item.seq.images for item in scheduled):
         return parts[0]
     for item in scheduled:
@@ -266,16 +257,16 @@ def placed_rows(scheduled: list[ScheduledSequence]) -> Int32:
         if start < seq.images_end:
             assert seq.image_state is not None, f"{seq!r} has not joined"
             end = min(item.end, seq.images_end)
-            part = np.empty((5, end - start), np.int32)
+            part = np.empty((6, end - start), np.int32)
             part[0] = np.arange(row, row + end - start)
-            part[1] = -1
+            part[1:3] = -1
             for i, placed in overlapping(seq, start, end):
                 first, last = max(start, placed.offset), min(end, placed.end)
-                rows = seq.image_state.held[i].rows
-                part[1, first - start : last - start] = rows[
-                    first - placed.offset : last - placed.offset
-                ]
-            part[2:] = seq.image_state.positions_of(start, end)
+                rows = seq.image_state.held[i].rows[first - placed.offset : last - placed.offset]
+                part[1, first - start : last - start] = rows
+                part[2, first - start : last - start] = number
+                number += 1
+            part[3:] = seq.image_state.positions_of(start, end)
             parts.append(part)
         row += item.num_tokens
     return np.concatenate(parts, axis=1)

@@ -21,6 +21,7 @@ from nanovllm.engine.plan import SlotTable
 from nanovllm.engine.step import Built, Step
 from nanovllm.graphs.static_inputs import max_captured_tokens
 from nanovllm.graphs.step_graphs import StepGraphs
+from nanovllm.images.processor import ImageProcessor
 from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.base import Build
 from nanovllm.layers.weights.onednn import can_use_onednn, use_onednn
@@ -201,10 +202,27 @@ class Builder:
         if vision is None:
             return None
         processor = read_image_processor(Path(self.config.model), self.model_config)
+        self.check_whole_images(build, processor)
         largest = min(build.max_model_len, processor.max_tokens)
         capacity = max(self.config.max_num_batched_tokens, largest)
         rope = next(iter(model.model.ropes.values())) if vision.mrope_section else None
         return Encoder(model.visual, vision, processor, rope, build, capacity, self.device)
+
+    def check_whole_images(self, build: Build, processor: ImageProcessor) -> None:
+        """ValueError if tokens of images see each other and the options would part them."""
+        vision, most = self.model_config.vision, self.config.max_num_batched_tokens
+        if vision is None or not vision.are_whole:
+            return
+        if processor.max_tokens > most:
+            raise ValueError(
+                f"`max_num_batched_tokens` must be at least {processor.max_tokens}, the tokens of "
+                f"an image of this model, got {most}: raise it, or pass language_model_only=True"
+            )
+        if build.one_by_one:
+            raise ValueError(
+                "`batch_invariant` without kernels computes tokens one by one, but those of an "
+                "image of this model see each other: pass language_model_only=True"
+            )
 
     def load(self, model: Qwen3ForCausalLM, dtype: torch.dtype) -> None:
         """Fill the weights."""

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.images.stored import Span
+
 
 class ImageRows(NamedTuple):
     """The embeddings of a step's placeholders.
@@ -11,10 +13,12 @@ class ImageRows(NamedTuple):
     Attributes:
         rows: [n] int64, their rows in the step.
         values: [n, 1 + K, M], embeddings, and what is added behind each of the first K layers.
+        spans: images whose tokens see each other; empty: each token sees those before it.
     """
 
     rows: torch.Tensor
     values: torch.Tensor
+    spans: tuple[Span, ...] = ()
 
     def of_row(self, row: int) -> "ImageRows | None":
         """The same for a step of this row alone; None: it has no image."""

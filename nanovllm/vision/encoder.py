@@ -81,7 +81,8 @@ class Encoder:
     def facts(self) -> ImageFacts:
         """What scheduling needs to know."""
         config = self._config
-        return ImageFacts(len(self.store), config.merge, bool(config.mrope_section))
+        three_axes = bool(config.mrope_section)
+        return ImageFacts(len(self.store), config.merge, three_axes, config.are_whole)
 
     @property
     def max_bytes_of_step(self) -> int:
@@ -94,9 +95,9 @@ class Encoder:
         the number of patches, whichever image they are of.
         """
         config, device = self._config, self._device
-        size, per_token = config.patch_size, config.merge**2
-        most = len(self.store) * per_token
-        side = 32 * config.merge  # patches
+        size = config.patch_size
+        most = len(self.store) * config.merge**2
+        side = config.fixed_side or 32 * config.merge  # patches
         count = min(most, MAX_PATCHES) // side**2 or 1
         pixels = np.zeros((side * size, side * size, 3), np.uint8)
         before = torch.cuda.memory_allocated(device)
@@ -125,7 +126,8 @@ class Encoder:
         to_device = partial(torch.Tensor.to, device=self._device, non_blocking=True)
         arrays = (images.rows, images.stored, images.positions)
         rows, stored, positions = (to_device(torch.from_numpy(array)) for array in arrays)
-        found = ImageRows(rows.long(), self.store.index_select(0, stored))
+        spans = images.spans if self._config.are_whole else ()
+        found = ImageRows(rows.long(), self.store.index_select(0, stored), spans)
         context = replace(inputs.context, images=found)
         if self._rope is None:
             return inputs._replace(context=context)

@@ -46,6 +46,22 @@ class Table(Layer):
         self.weight = nn.Parameter(torch.empty(num_rows, size, dtype=build.dtype), False)
 
 
+class PatchProduct(Layer):
+    """The product with flattened patches, which checkpoints have as a convolution.
+
+    Args:
+        shape: shape of the weight there, outputs first.
+    """
+
+    def __init__(self, shape: tuple[int, ...], build: Build) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=build.dtype), False)
+        self.bias = nn.Parameter(torch.empty(shape[0], dtype=build.dtype), False)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
 class MLP(nn.Module):
     """fc2(gelu(fc1(x))), with GELU's tanh approximation.
 

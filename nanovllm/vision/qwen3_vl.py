@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoint.vision import VisionConfig
-from nanovllm.layers.base import Build, Layer
+from nanovllm.layers.base import Build
 from nanovllm.vision.layers import (
     MLP,
     Alike,
     LayerNorm,
     Linear,
+    PatchProduct,
     Table,
     Tower,
     attend_within_images,
 )
 from nanovllm.vision.patches import cut
 
-EPS = 1e-6
 THETA = 10_000.0
 NUM_KEPT = 16  # grids whose places are remembered
 
@@ -83,26 +83,14 @@ def _nearest(index: torch.Tensor, count: int, side: int) -> tuple[torch.Tensor, 
     return low.long(), at - low
 
 
-class PatchProduct(Layer):
-    """The product with flattened patches, which checkpoints have as a convolution."""
-
-    def __init__(self, config: VisionConfig, build: Build) -> None:
-        super().__init__()
-        size, dtype = config.patch_size, build.dtype
-        shape = config.hidden_size, 3, config.temporal_patch_size, size, size
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), False)
-        self.bias = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype), False)
-
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
-
-
 class PatchEmbed(nn.Module):
     """The embedding of patches: [P, 3 x frames x size x size] -> [P, V]"""
 
     def __init__(self, config: VisionConfig, build: Build) -> None:
         super().__init__()
-        self.proj = PatchProduct(config, build)
+        size = config.patch_size
+        shape = config.hidden_size, 3, config.temporal_patch_size, size, size
+        self.proj = PatchProduct(shape, build)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         return self.proj(patches)
@@ -135,8 +123,8 @@ class Block(nn.Module):
 
     def __init__(self, config: VisionConfig, build: Build) -> None:
         super().__init__()
-        V = config.hidden_size
-        self.norm1, self.norm2 = LayerNorm(V, EPS, build), LayerNorm(V, EPS, build)
+        V, eps = config.hidden_size, config.norm_eps
+        self.norm1, self.norm2 = LayerNorm(V, eps, build), LayerNorm(V, eps, build)
         self.attn = Attention(config, build)
         self.mlp = MLP(V, config.intermediate_size, ("linear_fc1", "linear_fc2"), build)
 
@@ -158,7 +146,8 @@ class Merger(nn.Module):
         super().__init__()
         self._width = config.merge**2 * config.hidden_size
         self._joins_first = joins_first
-        self.norm = LayerNorm(self._width if joins_first else config.hidden_size, EPS, build)
+        size = self._width if joins_first else config.hidden_size
+        self.norm = LayerNorm(size, config.norm_eps, build)
         self.linear_fc1 = Linear(self._width, self._width, build)
         self.linear_fc2 = Linear(self._width, config.out_hidden_size, build)
 

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from modes import Mode, engine_in, in_every_mode
-from vision_checkpoints import VISION, add, picture, reference, reference_logprobs, run
+from vision_checkpoints import (
+    VISION,
+    add,
+    picture,
+    reference,
+    reference_logprobs,
+    run,
+    with_inputs_first,
+)
 
 from checkpoints import SMALL, greedy, rare, tokens
 from nanovllm import LLM, SamplingParams
@@ -198,3 +206,16 @@ def test_an_error_in_the_tower_leaves_the_engine_usable(
         llm.step()
         llm.abort_all()
         assert tokens(run(llm, PROMPTS[4:6], PARAMS[4:6])) == wanted[4:6]
+
+
+@pytest.mark.parametrize("path", ["qwen3-vl-moe"], indirect=True)
+@pytest.mark.parametrize(("size", "published"), [(1, False), (2, True)])
+def test_experts_in_one_tensor(
+    path: Path, wanted: list[list[int]], size: int, published: bool, tmp_path: Path
+) -> None:
+    """Either way round, as transformers reads them."""
+    if published:
+        path = with_inputs_first(path, tmp_path / "published")
+        assert reference(path, PROMPTS[3], 6) == wanted[3][:6]
+    with LLM(path, **SMALL, tensor_parallel_size=size) as llm:
+        assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
