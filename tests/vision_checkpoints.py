@@ -211,7 +211,11 @@ def prompt_of(path: Path, parts: list[Any]) -> tuple[list[int], tuple[PlacedImag
 def add(llm: LLM, parts: list[Any], params: SamplingParams) -> int:
     """Queue a prompt of tokens and pictures."""
     ids, images = prompt_of(Path(llm.config.model), parts)
-    return llm._add(llm._intake.check(ids, params)._replace(images=images))
+    given = {"image": [part for part in parts if isinstance(part, np.ndarray)]}
+    checked = llm._intake.check({"prompt_token_ids": ids, "multi_modal_data": given}, params)
+    assert [placed.offset for placed in checked.pictures] == [placed.offset for placed in images]
+    # Ready at once: steps do not depend on threads.
+    return llm._add(checked._replace(images=images, pictures=()))
 
 
 def run(llm: LLM, prompts: list[list[Any]], params: list[SamplingParams]) -> list[Any]:

@@ -5,30 +5,28 @@ turned as its EXIF data say, and its transparency is left out but for a colour's
 PIL image is taken as it lies, on white. Imports no torch, and Pillow only once there is an image.
 """
 
-import base64
-import binascii
 import io
 import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
-from urllib.request import url2pathname
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nanovllm.images.urls import data_of_url, path_of_url, scheme, short
 
 MAX_PIXELS = 178_956_970  # of a picture: Pillow's own bound, twice its MAX_IMAGE_PIXELS
 EXIF_ORIENTATION = 0x0112
 SWAPPED = (5, 6, 7, 8)  # orientations that exchange height and width
 DEEP = ("I", "F")  # beginnings of Pillow's modes with more than 8 bits, cut off by a conversion
 CHANNELS = (1, 3, 4)
-MOST_SHOWN = 120  # characters of a path or URL in errors
+OF_ROW = "image"  # the argument in errors that come later, of one picture for several prompts
 BROKEN = (
     OSError,
     SyntaxError,
@@ -79,8 +77,8 @@ def open_picture(given: Any, name: str) -> Picture:
     """The picture that a caller means, of which only the size is read.
 
     Args:
-        given: PIL image; path; bytes of a file; data URL; or array [H, W], [H, W, C] or [C, H, W]
-            of uint8 with 1, 3 or 4 channels.
+        given: PIL image; path; bytes of a file; data URL; array [H, W], [H, W, C] or [C, H, W] of
+            uint8 with 1, 3 or 4 channels; or dictionary with `bytes` or `path`.
         name: name of the argument in errors.
 
     Raises:
@@ -92,17 +90,20 @@ def open_picture(given: Any, name: str) -> Picture:
         from PIL import Image
     except ImportError:
         raise ImportError(NO_PILLOW) from None
+    if isinstance(given, Mapping) and {"bytes", "path"} & {*given}:  # of Hugging Face's datasets
+        given = given.get("path") if given.get("bytes") is None else given["bytes"]
     if isinstance(given, Image.Image):
         return _pillow(given, name)
     if isinstance(given, (bytes, bytearray, memoryview)):
         return _encoded(bytes(given), name)
-    if isinstance(given, str) and given.startswith("data:"):
+    kind = scheme(given) if isinstance(given, str) else ""
+    if kind == "data":
         return _encoded(data_of_url(given, name), name)
-    if isinstance(given, str) and urlsplit(given).scheme in ("http", "https"):
+    if kind in ("http", "https"):
         raise ValueError(
-            f"`{name}` must be a picture, a path or a data URL, got {_short(given)}: download it"
+            f"`{name}` must be a picture, a path or a data URL, got {short(given)}: download it"
         )
-    if isinstance(given, str) and given.startswith("file:"):
+    if kind == "file":
         return _file(path_of_url(given, name), name)
     if isinstance(given, (str, os.PathLike)):
         return _file(os.fspath(given), name)
@@ -114,42 +115,9 @@ def open_picture(given: Any, name: str) -> Picture:
     )
 
 
-def data_of_url(url: str, name: str) -> bytes:
-    """The data in a `data:` URL (RFC 2397). `name` stands for it in errors.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    kind, comma, data = url.partition(",")
-    if not comma or not data:
-        raise ValueError(f"`{name}` must have data behind a comma, got {_short(url)}")
-    found = unquote_to_bytes(data)
-    if not kind.endswith(";base64"):
-        return found
-    try:
-        return base64.b64decode(found)
-    except binascii.Error as error:
-        raise ValueError(f"`{name}` must be valid base64, got {_short(url)} ({error})") from None
-
-
-def path_of_url(url: str, name: str) -> str:
-    """The path in a `file:` URL. `name` stands for it in errors.
-
-    Raises:
-        ValueError: if it names another machine.
-    """
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
-        raise ValueError(f"`{name}` must be a file of this machine, got {_short(url)}")
-    return url2pathname(parts.path)
-
-
-# -- kinds of pictures --------------------------------------------------------------------------
-
-
 def _file(given: str | bytes, name: str) -> Picture:
     path = Path(os.fsdecode(given))
-    what = _short(str(path))
+    what = short(str(path))
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
@@ -161,13 +129,13 @@ def _file(given: str | bytes, name: str) -> Picture:
         raise ValueError(f"`{name}` must be a picture, got {what}, which is empty")
     size = _peek(path, name, what)
     source = str(path.absolute()), status.st_mtime_ns, status.st_size
-    return Picture(*size, source, lambda: _load(path, size, name, what))
+    return Picture(*size, source, lambda: _load(path, size, OF_ROW, what))
 
 
 def _encoded(data: bytes, name: str) -> Picture:
     what = f"{len(data)} bytes"
     size = _peek(io.BytesIO(data), name, what)
-    return Picture(*size, data, lambda: _load(io.BytesIO(data), size, name, what))
+    return Picture(*size, data, lambda: _load(io.BytesIO(data), size, OF_ROW, what))
 
 
 def _pillow(image: Any, name: str) -> Picture:
@@ -178,7 +146,7 @@ def _pillow(image: Any, name: str) -> Picture:
         try:
             return _on_white(image)
         except BROKEN as error:  # Pillow reads its file only now
-            raise ValueError(f"`{name}` cannot be read: {error}") from None
+            raise ValueError(f"`{OF_ROW}` cannot be read: {error}") from None
 
     return Picture(image.height, image.width, _Same(image), read)
 
@@ -296,7 +264,3 @@ def _check_area(height: int, width: int, name: str) -> None:
         raise RefusedError(
             f"`{name}` must have at most {MAX_PIXELS} pixels, got {width} x {height}: scale it down"
         )
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "...")

@@ -12,7 +12,7 @@ def resize(pixels: NDArray[np.uint8], height: int, width: int, filter: str) -> N
     """Resize a picture, with antialiasing.
 
     The bits are those of `torchvision.transforms.v2.functional.resize` of tensors on a CPU, which
-    calls PyTorch as here: in integers, or where PyTorch has no kernel for bilinear ones in floats.
+    calls the same function: on bytes, or where it has no fast kernel for bilinear ones on floats.
 
     Args:
         pixels: [H, W, 3] uint8.
@@ -26,7 +26,8 @@ def resize(pixels: NDArray[np.uint8], height: int, width: int, filter: str) -> N
         return pixels
     if not pixels.flags.writeable:  # Pillow's are not, and PyTorch would warn
         pixels = pixels.copy()
-    image = torch.from_numpy(pixels).permute(2, 0, 1).contiguous().unsqueeze(0)  # [1, 3, H, W]
+    # [1, 3, H, W], colours innermost: PyTorch needs no copies then, nor threads of its own.
+    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
     in_floats = filter == "bilinear" and not _has_bilinear_integers()
     found = F.interpolate(
         image.float() if in_floats else image,
@@ -37,7 +38,7 @@ def resize(pixels: NDArray[np.uint8], height: int, width: int, filter: str) -> N
     )
     if in_floats:
         found = found.round_().to(torch.uint8)
-    return found[0].permute(1, 2, 0).contiguous().numpy()
+    return np.ascontiguousarray(found[0].permute(1, 2, 0).numpy())
 
 
 def _has_bilinear_integers() -> bool:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from nanovllm.utils.as_json import as_json
 
 STEPS, HOST, DEVICE = 1, 2, 3  # tracks
+# Preparation of images: a process of its own in viewers, and the counter of what waits for it.
+IMAGES, IMAGES_WAITING = 999, "images"
 BEGAN, ENDED, FULL = "recording began", "recording ended", "recording is full"
 TRACKS = {STEPS: "steps", HOST: "host", DEVICE: "GPU"}
 _STEP = """\
@@ -21,6 +23,7 @@ _STEP = """\
 "wait_us":%s,"book_us":%s,"gpu_us":%s,"keys":%s,"pairs":%s}}"""
 _HOST = '{"ph":"X","pid":%d,"tid":2,"cat":"host","name":"%s","ts":%s,"dur":%s}'
 _DEVICE = '{"ph":"X","pid":%d,"tid":3,"cat":"gpu","name":"%s","ts":%s,"dur":%s}'
+_IMAGE = '{"ph":"X","pid":%d,"tid":%d,"cat":"image","name":"%s","ts":%s,"dur":%s,"args":{}}'
 _COUNTER = '{"ph":"C","pid":%d,"name":"%s","ts":%s,"args":{"%s":%d,"%s":%d}}'
 _PHASE = '{"ph":"%s","pid":%d,"tid":0,"cat":"request","id":"%s","name":"%s","ts":%s%s}'
 
@@ -164,6 +167,26 @@ class SequenceRecord(NamedTuple):
             lines.append(_PHASE % ("n", pid, key, "preempted", _us(at), ""))
         lines.append(_PHASE % ("e", pid, key, "request", _us(end), ""))
         return lines
+
+
+def image_event(track: int, name: str, began_at: float, ended_at: float) -> str:
+    """Work on the images of prompts, on a track of its own; moments are in seconds."""
+    begin, end = _ns(began_at), _ns(ended_at)
+    return _IMAGE % (IMAGES, track, name, _us(begin), _us(end - begin))
+
+
+def images_waiting_event(at: float, waiting: int, num_bytes: int) -> str:
+    """Requests that wait for images, and the memory of all images, at a moment in seconds."""
+    counts = "requests waiting", waiting, "MiB", num_bytes >> 20
+    return _COUNTER % (IMAGES, IMAGES_WAITING, _us(_ns(at)), *counts)
+
+
+def image_track(track: int, name: str) -> list[str]:
+    """The name of such a track in viewers."""
+    return [
+        _metadata(IMAGES, track, "thread_name", {"name": name}),
+        _metadata(IMAGES, track, "thread_sort_index", {"sort_index": track}),
+    ]
 
 
 def recording_event(name: str, args: dict[str, Any], pid: int = 0) -> str:

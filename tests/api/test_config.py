@@ -213,7 +213,7 @@ def test_defect_17_unknown_option_names_the_nearest(name, match, tmp_path):
 
 # As vLLM's examples and what others build on it pass them.
 NOTHING_ASKED = {
-    "allowed_local_media_path": "",
+    "allowed_media_domains": None,
     "async_scheduling": True,
     "attention_config": None,
     "config_format": "auto",
@@ -239,13 +239,11 @@ NOTHING_ASKED = {
     "enable_prefix_caching": None,
     "hf_overrides": None,
     "hf_token": None,
-    "limit_mm_per_prompt": {},
     "logits_processors": None,
     "max_logprobs": 20,
     "max_num_batched_tokens": None,
     "max_num_seqs": None,
     "max_seq_len_to_capture": 8192,
-    "mm_processor_kwargs": None,
     "num_gpu_blocks_override": None,
     "override_generation_config": {},
     "pipeline_parallel_size": 1,

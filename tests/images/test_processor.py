@@ -111,5 +111,5 @@ def test_what_a_checkpoint_must_not_want(tmp_path, change, message):
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(ValueError, match=r"has no preprocessor_config.json.*language_model_only"):
+    with pytest.raises(ValueError, match=r"has no preprocessor_config.json.*download"):
         read_processor(tmp_path, VISION, 4)
