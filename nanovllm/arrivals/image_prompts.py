@@ -1,8 +1,8 @@
 """The images of an engine's prompts, by its checkpoint and its options."""
 
-from pathlib import Path
 from typing import Any
 
+from nanovllm.checkpoint.families import FAMILIES
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.vision import VisionConfig
 from nanovllm.config import Config
@@ -26,9 +26,14 @@ def read_own_processor(config: Config, model_config: ModelConfig) -> ImageProces
     if config.language_model_only:
         return NoImages("this engine was built with language_model_only=True: leave that out")
     if model_config.vision is None:
-        return NoImages(f"{model_config.architecture} does not see: use a model like Qwen3-VL")
-    processor = read_image_processor(Path(config.model), model_config)
-    return processor.with_limits(config.mm_processor_kwargs, "mm_processor_kwargs")
+        name = model_config.architecture
+        if FAMILIES[name].tower and model_config.source.get("vision_config") is not None:
+            return NoImages(
+                "the checkpoint has no vision tower or no image processor, as the log says: "
+                "download it again"
+            )
+        return NoImages(f"{name} does not see: use a model like Qwen3-VL")
+    return read_image_processor(config, model_config)
 
 
 def make_image_prompts(

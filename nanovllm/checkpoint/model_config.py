@@ -168,8 +168,8 @@ class ModelConfig:
     source: dict[str, Any] = field(repr=False, hash=False)  # config.json
 
     @classmethod
-    def from_pretrained(cls, model: str) -> "ModelConfig":
-        """Read the model directory `model`.
+    def from_pretrained(cls, model: str, *, language_model_only: bool = False) -> "ModelConfig":
+        """Read the model directory `model`; `language_model_only` leaves out the part that sees.
 
         Raises:
             ValueError: for a missing directory or file, and for anything unsupported.
@@ -193,7 +193,7 @@ class ModelConfig:
         read_value(raw, "num_hidden_layers", int, maximum=MAX_LAYERS)
         raw |= family.complete(raw)
         facts = _facts(raw, family)
-        if family.tower and source.get("vision_config") is not None:
+        if family.tower and not language_model_only and source.get("vision_config") is not None:
             facts["vision"] = read_vision(source, raw, family.tower, facts["hidden_size"])
             _check_deepstack(facts["vision"], len(facts["layers"]))
         config = cls(architecture, eos_token_ids=read_eos(directory, raw), source=source, **facts)

@@ -135,6 +135,25 @@ def shards_of_all(model: nn.Module) -> dict[str, Shard]:
     return found
 
 
+def with_what_it_needs_to_see(
+    config: ModelConfig, directory: Path, *, has_weights: bool
+) -> ModelConfig:
+    """The facts of a checkpoint, as of a model of text if it lacks its vision tower or its image
+    processor: some are saved so.
+    """
+    if config.vision is None:
+        return config
+    lacks = ""
+    if not any(has_file(directory / name) for name in PROCESSORS):
+        lacks = " or ".join(PROCESSORS)
+    elif has_weights and not any(n.startswith(OTHER_PARTS) for n in find_weights(directory)):
+        lacks = "vision tower, which config.json describes"
+    if not lacks:
+        return config
+    logger.warning("%s has no %s: it is read as a model of text", directory, lacks)
+    return replace(config, vision=None)
+
+
 def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
     """The facts of a checkpoint, with those that only its tensors tell."""
     experts = config.experts
@@ -142,14 +161,10 @@ def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
     may_be_stacked = experts is not None and (
         experts.has_shared or (experts.packed and not experts.bias)
     )
-    by_tensors = config.delta_net, config.vision
-    if not (config.tie_word_embeddings or may_be_stacked or any(by_tensors)):
+    if not (config.tie_word_embeddings or config.delta_net is not None or may_be_stacked):
         return config
     files = find_weights(directory)
     changes: dict[str, Any] = {}
-    if config.vision is not None and (lacks := _lacks_for_images(files, directory)):
-        logger.warning("%s has no %s: it is read as a model of text", directory, lacks)
-        changes["vision"] = None
     if config.delta_net is not None:
         has_codes = any(GATES.search(name) and name.endswith(OF_CODES) for name in files)
         changes["delta_net"] = replace(config.delta_net, gates_in_codes=has_codes)
@@ -166,17 +181,6 @@ def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
     if config.tie_word_embeddings and _has_own_head(config, files, directory):
         changes["tie_word_embeddings"] = False
     return replace(config, **changes)
-
-
-def _lacks_for_images(files: Iterable[str], directory: Path) -> str:
-    """What a checkpoint lacks to read images, as those do that were saved for their text; empty if
-    nothing.
-    """
-    if not any(name.startswith(OTHER_PARTS) for name in files):
-        return "vision tower, which config.json describes"
-    if not any(has_file(directory / name) for name in PROCESSORS):
-        return " or ".join(PROCESSORS)
-    return ""
 
 
 def _has_own_head(config: ModelConfig, files: Mapping[str, Path], directory: Path) -> bool:

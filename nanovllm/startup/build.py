@@ -100,13 +100,15 @@ def _refuse_split_norms(model_config: ModelConfig, group: Group, fused: bool) ->
         )
 
 
-def read_image_processor(directory: Path, model_config: ModelConfig) -> ImageProcessor:
-    """The processor of a model that reads images.
+def read_image_processor(config: Config, model_config: ModelConfig) -> ImageProcessor:
+    """The processor of a model that reads images, with the limits of the options.
 
     Raises:
-        ValueError: if its files are missing, or are not for the tower that config.json describes.
+        ValueError: if the checkpoint's processor is not supported, is not for the tower that
+            config.json describes, or `mm_processor_kwargs` is not right for it.
     """
     vision, source = model_config.vision, model_config.source
+    directory = Path(config.model)
     assert vision is not None, "the model reads no images"
     tokens = source.get("mm_tokens_per_image", 0)
     processor = read_processor(directory, source["vision_config"], tokens)
@@ -120,7 +122,7 @@ def read_image_processor(directory: Path, model_config: ModelConfig) -> ImagePro
                 f"{directory}: `{name}` of the image processor must be that of `vision_config` in "
                 f"config.json, {wanted}, got {found}"
             )
-    return processor
+    return processor.with_limits(config.mm_processor_kwargs, "mm_processor_kwargs")
 
 
 def _warn_of_stretched_rope(model_config: ModelConfig, max_model_len: int) -> None:

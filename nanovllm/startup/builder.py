@@ -201,7 +201,7 @@ class Builder:
         vision = self.model_config.vision
         if vision is None:
             return None
-        processor = read_image_processor(Path(self.config.model), self.model_config)
+        processor = read_image_processor(self.config, self.model_config)
         self.check_whole_images(build, processor)
         largest = min(build.max_model_len, processor.max_tokens)
         capacity = max(self.config.max_num_batched_tokens, largest)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -335,10 +336,19 @@ def test_async(path: Path) -> None:
 
 
 def test_a_model_that_does_not_see(path: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """One of text, one whose processor is missing, and one that was told so."""
     prompt = {"prompt_token_ids": [1], "multi_modal_data": {"image": A}}
     with (
         LLM(checkpoint, **SMALL) as llm,
         pytest.raises(ValueError, match="must have no images: Qwen3ForCausalLM does not see"),
+    ):
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+    lacking = shutil.copytree(path, tmp_path / "lacking")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (lacking / name).unlink(missing_ok=True)
+    with (
+        LLM(lacking, **OPTIONS) as llm,
+        pytest.raises(ValueError, match="must have no images: the checkpoint has no vision tower"),
     ):
         llm.generate([prompt], GREEDY, use_tqdm=False)
     with LLM(path, **OPTIONS, language_model_only=True) as llm:
