@@ -16,7 +16,7 @@ from nanovllm.arrivals.waiting_core import Make, WaitingCore
 from nanovllm.config import FOREIGN_ARGUMENTS
 from nanovllm.engine.assembly import AnyExecutor, Parts
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.images.preparation import Preparation
+from nanovllm.images.preparation import MAX_BYTES, Preparation
 from nanovllm.images.prompts import NoImages
 from nanovllm.outputs import (
     BeamSearchOutput,
@@ -36,6 +36,7 @@ from nanovllm.requests.intake import OnError
 from nanovllm.requests.news import News
 from nanovllm.requests.request import CheckedRequest, Listener, Refusal
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sizing.memory import available_cpu_memory
 from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.updates.interface import Updatable
 from nanovllm.utils.checks import check_bool, check_choice
@@ -81,7 +82,8 @@ class LLM(Updatable, LLMEngine):
         parts.intake.bind_images(self.image_prompts)
         if isinstance(self.image_prompts, NoImages):
             return parts
-        preparation = Preparation(self.image_prompts.processor)
+        memory = min(MAX_BYTES, available_cpu_memory() // 4)
+        preparation = Preparation(self.image_prompts.processor, max_bytes=memory)
         core = WaitingCore(parts.core, parts.intake, make, preparation)
         return parts._replace(core=core, make=core.make)
 

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-VL with all that its users have: tokenizer, chat template, processor."""
+"""Tiny random checkpoints with all that their users have: tokenizer, chat template, processor."""
 
 import functools
 import json
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image as Pillow
-from vision_checkpoints import PAD, make_qwen3_vl, reference_model
+from vision_checkpoints import PAD, make_gemma3, make_qwen3_vl, reference_model
 
 from nanovllm import SamplingParams
 
-LETTERS = [chr(c) for c in range(32, 127)]  # tokens 0 to 94
+LETTERS = [*map(chr, range(32, 127)), "\n"]  # tokens 0 to 95
 SPECIAL = {PAD: "<|image_pad|>", 121: "<|vision_start|>", 122: "<|vision_end|>"}
 SPECIAL |= {123: "<|video_pad|>", 124: "<|im_start|>", 125: "<|im_end|>"}
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -37,11 +37,25 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 def make_seeing(path: Path) -> Path:
-    """The checkpoint: a letter is a token."""
+    """A checkpoint of Qwen3-VL."""
+    make_qwen3_vl(path)
+    _save_tokenizer(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return path
+
+
+def make_seeing_gemma3(path: Path) -> Path:
+    """A checkpoint of Gemma 3, whose placeholder in texts is the beginning of an image."""
+    make_gemma3(path)
+    _save_tokenizer(path)
+    return path
+
+
+def _save_tokenizer(path: Path) -> None:
+    """A tokenizer for which a letter is a token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    make_qwen3_vl(path)
     vocab = {letter: i for i, letter in enumerate(LETTERS)}
     vocab |= {f"<unused{i}>": i for i in range(len(LETTERS), PAD)}
     vocab |= {text: i for i, text in SPECIAL.items()}
@@ -51,11 +65,17 @@ def make_seeing(path: Path) -> Path:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL.values()])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", chat_template=TEMPLATE
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="<eos>",
+        chat_template=TEMPLATE,
+        extra_special_tokens={  # of Gemma 3
+            "image_token": SPECIAL[PAD],
+            "boi_token": SPECIAL[121],
+            "eoi_token": SPECIAL[122],
+        },
     )
     fast.save_pretrained(path)
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    return path
 
 
 def photo(height: int, width: int, seed: int) -> Pillow.Image:
@@ -69,18 +89,20 @@ def photo(height: int, width: int, seed: int) -> Pillow.Image:
 def processor(path: Path) -> Any:
     """The checkpoint's processor in transformers, on torchvision."""
     pytest.importorskip("torchvision", reason="torchvision is the reference")
-    from transformers import (
-        AutoTokenizer,
-        Qwen2VLImageProcessor,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
+    import transformers
 
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    if "Gemma3" in (path / "config.json").read_text():
+        half = [0.5] * 3
+        images = transformers.Gemma3ImageProcessor(
+            size={"height": 64, "width": 64}, image_mean=half, image_std=half
+        )
+        return transformers.Gemma3Processor(images, tokenizer, image_seq_length=16)
     raw = {key: value for key, value in PROCESSOR.items() if key != "image_processor_type"}
-    return Qwen3VLProcessor(
-        Qwen2VLImageProcessor(**raw),
-        AutoTokenizer.from_pretrained(path),
-        Qwen3VLVideoProcessor(),
+    return transformers.Qwen3VLProcessor(
+        transformers.Qwen2VLImageProcessor(**raw),
+        tokenizer,
+        transformers.Qwen3VLVideoProcessor(),
         chat_template=TEMPLATE,
     )
 
@@ -88,6 +110,7 @@ def processor(path: Path) -> Any:
 def reference(path: Path, text: str, images: list[Any], max_tokens: int) -> tuple[list[int], list]:
     """Its tokens of a prompt, and the greedy continuation by transformers' `generate`."""
     given = processor(path)(text=[text], images=images or None, return_tensors="pt")
+    given.pop("num_crops", None)
     count = given["input_ids"].shape[1]
     with torch.inference_mode():
         found = reference_model(path).generate(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nanovllm.checkpoint.families import FAMILIES
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.vision import VisionConfig
 from nanovllm.config import Config
@@ -25,7 +26,13 @@ def read_own_processor(config: Config, model_config: ModelConfig) -> ImageProces
     if config.language_model_only:
         return NoImages("this engine was built with language_model_only=True: leave that out")
     if model_config.vision is None:
-        return NoImages(f"{model_config.architecture} does not see: use a model like Qwen3-VL")
+        name = model_config.architecture
+        if FAMILIES[name].tower and model_config.source.get("vision_config") is not None:
+            return NoImages(
+                "the checkpoint has no vision tower or no image processor, as the log says: "
+                "download it again"
+            )
+        return NoImages(f"{name} does not see: use a model like Qwen3-VL")
     return read_image_processor(config, model_config)
 
 
@@ -48,6 +55,7 @@ def make_image_prompts(
         processor,
         _tokens(processor, vision, model_config.source, tokenizer),
         read_most_images(config.limit_mm_per_prompt),
+        max(config.max_num_batched_tokens, processor.max_tokens),
         Media(config.allowed_local_media_path),
     )
 

@@ -120,12 +120,13 @@ class WaitingCore(Core[Any]):
         self._drop_left()
         with self.reset_on_error():
             self._admit()
-            if self._waiting and not self._core.requests and not self._failed:
-                began = time.perf_counter()
-                self._preparation.wait(WAIT_SECONDS)
-                self._events.waited(began, time.perf_counter())
+        if self._waiting and not self._core.requests and not self._failed:
+            began = time.perf_counter()
+            self._preparation.wait(WAIT_SECONDS)
+            self._events.waited(began, time.perf_counter())
+            with self.reset_on_error():
                 self._admit()
-            self._events.count(len(self._waiting), self._preparation)
+        self._events.count(len(self._waiting), self._preparation)
         self._core.step()
         self._release()
         self._events.count(len(self._waiting), self._preparation)

@@ -11,17 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanovllm.images.image import Image, PlacedImage
 from nanovllm.images.processor import ImageProcessor
 from nanovllm.images.reading import Picture
-from nanovllm.utils.cgroup import cpus, memory_left
+from nanovllm.utils.cgroup import cpus
 
 MAX_BYTES = 4 * 2**30  # of images that are prepared or being prepared, and of pictures being read
-MAX_SHARE = 0.25  # of the memory that is left, if that is less
 MAX_THREADS = 32
 AHEAD = 2  # pictures given to the threads, for each of them
 
@@ -139,7 +137,7 @@ class Preparation:
     Args:
         processor: processor of the model.
         num_threads: threads; 0: as many as there are processors.
-        max_bytes: bound on the memory; 0: 4 GiB, or a quarter of what is left.
+        max_bytes: bound on the memory.
 
     Attributes:
         counts: counters.
@@ -147,14 +145,17 @@ class Preparation:
         note: function that is called with each picture that has been prepared.
     """
 
-    def __init__(self, processor: ImageProcessor, num_threads: int = 0, max_bytes: int = 0) -> None:
+    def __init__(
+        self, processor: ImageProcessor, num_threads: int = 0, max_bytes: int = MAX_BYTES
+    ) -> None:
         self._processor = processor
         self._num_threads = num_threads or default_threads()
-        self._max_bytes = max_bytes or int(min(MAX_BYTES, MAX_SHARE * memory_left()))
+        self._max_bytes = max_bytes
         self.counts, self.held_bytes = PreparationCounts(), 0
         self.note: Callable[[Prepared], None] = lambda prepared: None
         self._threads: ThreadPoolExecutor | None = None  # started for the first picture
         self._done: queue.SimpleQueue[tuple[_Job, Prepared]] = queue.SimpleQueue()
+        self._has_done = threading.Event()
         self._jobs: dict[Hashable, _Job] = {}  # by source and size
         self._queue: deque[_Job] = deque()  # not given to a thread, the oldest first
         self._num_running = 0
@@ -181,6 +182,7 @@ class Preparation:
         Args:
             is_idle: whether the engine has no other request, so that none will release memory.
         """
+        self._has_done.clear()
         while not self._done.empty():
             self._book(*self._done.get())
         if is_idle and not self._ready and not self._num_running:
@@ -195,10 +197,11 @@ class Preparation:
         return ready
 
     def wait(self, seconds: float) -> None:
-        """Wait until a picture has been prepared, or this time has passed."""
+        """Wait until a picture has been prepared, or this time has passed. Ctrl-C may come here:
+        nothing is changed.
+        """
         if self._num_running:
-            with suppress(queue.Empty):
-                self._book(*self._done.get(timeout=seconds))
+            self._has_done.wait(seconds)
 
     def release(self, request_ids: Iterable[int]) -> None:
         """Forget requests, ready or not: they have ended. Unknown ones are passed over."""
@@ -265,11 +268,12 @@ class Preparation:
     def _submit(self, job: _Job) -> None:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_threads, "images")  # images_0 ...
-        done, sized = self._done, job.sized
+        done, has_done, sized = self._done, self._has_done, job.sized
 
         def tell(future: Future[Prepared]) -> None:
             if not future.cancelled():
                 done.put((job, future.result()))
+                has_done.set()
 
         self._hold(job, sized.cost)
         job.is_running = True

@@ -81,14 +81,20 @@ class ImagePrompts:
         processor: processor of the model, with the engine's limits.
         tokens: placeholders of the model.
         most: largest number of images in a prompt.
+        most_tokens: largest number of tokens of an image.
         media: images that messages may name.
     """
 
     def __init__(
-        self, processor: ImageProcessor, tokens: ImageTokens, most: int, media: Media
+        self,
+        processor: ImageProcessor,
+        tokens: ImageTokens,
+        most: int,
+        most_tokens: int,
+        media: Media,
     ) -> None:
         self.processor, self.tokens, self._media = processor, tokens, media
-        self._most = most
+        self._most, self._most_tokens = most, most_tokens
 
     def find(self, given: Any, name: str) -> Any:
         """The image in a message; for strings see `Media.find`."""
@@ -121,7 +127,14 @@ class ImagePrompts:
             height, width = processor.resized(picture.height, picture.width)
         except ValueError as error:
             raise ValueError(f"`{name}` {error}") from None
-        return SizedPicture(picture, height, width, processor.num_tokens(height, width))
+        count = processor.num_tokens(height, width)
+        if count > self._most_tokens:
+            raise ValueError(
+                f"`{name}` must have at most {self._most_tokens} tokens, got {count} of "
+                f"{width} x {height} pixels: lower max_pixels in {SIZED}, or raise it in those of "
+                "LLM()"
+            )
+        return SizedPicture(picture, height, width, count)
 
     def in_text(self, text: str) -> str:
         """A prompt's text as it is tokenised."""

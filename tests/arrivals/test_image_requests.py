@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image as Pillow
-from seeing import GREEDY, PICTURE, make_seeing, photo, reference
+from seeing import GREEDY, PICTURE, make_seeing, make_seeing_gemma3, photo, reference
 
 from checkpoints import SMALL, assert_idle
 from nanovllm import LLM, AsyncLLM
@@ -73,6 +74,24 @@ def test_prompts_are_those_of_transformers(seeing: LLM, path: Path) -> None:
     assert after["num_images_waiting"] == after["image_bytes"] == 0
     assert after["image_seconds"] > before["image_seconds"]
     assert_idle(seeing)
+
+
+def test_gemma_3(tmp_path: Path) -> None:
+    """Its placeholder becomes several tokens, with empty lines around them; all sizes are one."""
+    path = make_seeing_gemma3(tmp_path / "model")
+    start = "<|vision_start|>"
+    prompts: list[tuple[str, list[Any]]] = [
+        (f"a{start}b", [A]),
+        (f"{start}\n{start}c", [B, LARGE]),
+    ]
+    with LLM(path, **OPTIONS) as llm:
+        given = [{"prompt": p, "multi_modal_data": {"image": i}} for p, i in prompts]
+        outputs = llm.generate(given, GREEDY, use_tqdm=False)
+        ids, _ = expected(path, *prompts[0])
+        given = [{"prompt_token_ids": ids, "multi_modal_data": {"image": A}}]
+        outputs += llm.generate(given, GREEDY, use_tqdm=False)
+    for output, prompt in zip(outputs, [*prompts, prompts[0]], strict=True):
+        assert found(output) == expected(path, *prompt)
 
 
 def test_all_forms_of_an_image(seeing: LLM, path: Path, tmp_path: Path) -> None:
@@ -317,10 +336,19 @@ def test_async(path: Path) -> None:
 
 
 def test_a_model_that_does_not_see(path: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """One of text, one whose processor is missing, and one that was told so."""
     prompt = {"prompt_token_ids": [1], "multi_modal_data": {"image": A}}
     with (
         LLM(checkpoint, **SMALL) as llm,
         pytest.raises(ValueError, match="must have no images: Qwen3ForCausalLM does not see"),
+    ):
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+    lacking = shutil.copytree(path, tmp_path / "lacking")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (lacking / name).unlink(missing_ok=True)
+    with (
+        LLM(lacking, **OPTIONS) as llm,
+        pytest.raises(ValueError, match="must have no images: the checkpoint has no vision tower"),
     ):
         llm.generate([prompt], GREEDY, use_tqdm=False)
     with LLM(path, **OPTIONS, language_model_only=True) as llm:

@@ -80,6 +80,13 @@ def ready(preparation, count, is_idle=False):
     return found
 
 
+def drain(preparation):
+    """Wait until nothing is held. Nobody is told of anything."""
+    while preparation.held_bytes:
+        preparation.wait(60)
+        assert not preparation.take_ready(True)
+
+
 def test_others_pass_a_request_that_waits(pictures, prepare):
     preparation = prepare()
     preparation.add(0, placed(pictures.make("slow")))
@@ -131,8 +138,7 @@ def test_a_bad_image_is_the_error_of_its_requests(pictures, prepare):
     assert preparation.counts.num_images_failed == 2
     preparation.release([0, 1, 2])
     pictures.open("never")
-    preparation.wait(60)
-    assert preparation.held_bytes == 0
+    drain(preparation)
 
 
 def test_memory_is_bounded(pictures, prepare):
@@ -198,9 +204,7 @@ def test_released_before_it_is_ready(pictures, prepare):
     assert preparation.num_images_waiting == 0
     preparation.release([1])
     # The thread has "c", too, unless it saw that nobody wants it.
-    while preparation.held_bytes:
-        preparation.wait(60)
-    assert not preparation.take_ready(True)
+    drain(preparation)
 
 
 def test_close_amid_the_work(pictures, prepare):

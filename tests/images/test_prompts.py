@@ -14,7 +14,7 @@ PAD, TEXT = 99, "<|image_pad|>"
 
 def prompts(most=3, tokens=None, media=""):
     tokens = tokens or ImageTokens(PAD, TEXT)
-    return ImagePrompts(PROCESSOR, tokens, most, Media(str(media)))
+    return ImagePrompts(PROCESSOR, tokens, most, 60, Media(str(media)))
 
 
 def pixels(height, width):
@@ -66,6 +66,8 @@ def test_limits_of_one_prompt():
     [small] = ours.open({"image": pixels(80, 40)}, {"max_pixels": 900}, "prompt")
     assert (plain.height, plain.width, plain.num_tokens) == (80, 40, 50)
     assert small.num_tokens < 900 / 64 < plain.num_tokens
+    with pytest.raises(ValueError, match=r"at most 60 tokens, got 100 .*: lower max_pixels in"):
+        ours.open({"image": pixels(80, 80)}, {"max_pixels": 99999}, "prompt")
 
 
 @pytest.mark.parametrize(
