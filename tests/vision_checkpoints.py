@@ -208,11 +208,21 @@ def prompt_of(path: Path, parts: list[Any]) -> tuple[list[int], tuple[PlacedImag
     return ids, tuple(images)
 
 
+def given_to_generate(path: Path, parts: list[Any]) -> dict[str, Any]:
+    """The same, as `generate` takes it."""
+    ids, images = prompt_of(path, parts)
+    prompt: dict[str, Any] = {"prompt_token_ids": ids}
+    if images:
+        pictures = [part for part in parts if isinstance(part, np.ndarray)]
+        prompt["multi_modal_data"] = {"image": pictures}
+    return prompt
+
+
 def add(llm: LLM, parts: list[Any], params: SamplingParams) -> int:
     """Queue a prompt of tokens and pictures."""
-    ids, images = prompt_of(Path(llm.config.model), parts)
-    given = {"image": [part for part in parts if isinstance(part, np.ndarray)]}
-    checked = llm._intake.check({"prompt_token_ids": ids, "multi_modal_data": given}, params)
+    path = Path(llm.config.model)
+    _, images = prompt_of(path, parts)
+    checked = llm._intake.check(given_to_generate(path, parts), params)
     assert [placed.offset for placed in checked.pictures] == [placed.offset for placed in images]
     # Ready at once: steps do not depend on threads.
     return llm._add(checked._replace(images=images, pictures=()))

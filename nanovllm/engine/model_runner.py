@@ -113,6 +113,8 @@ class ModelRunner:
         """
         assert self.built.encoder is not None, "the model has no tower"
         with computing_on(self.built.device):
+            if self.timer is not None:
+                self.timer.begin_with_images()
             self.built.encoder.encode_into(pixels, rows)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

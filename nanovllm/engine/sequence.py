@@ -323,6 +323,23 @@ class Pending(Protocol):
 
     def wait(self) -> list[int]: ...
     def device_seconds(self) -> tuple[float, float] | None: ...
+    def encoding_seconds(self) -> float | None: ...
+
+
+class Encoded(NamedTuple):
+    """The images that a step encoded.
+
+    Attributes:
+        num_images: number of them.
+        since, until: times when that was launched, in seconds of time.perf_counter.
+    """
+
+    num_images: int
+    since: float
+    until: float
+
+
+NO_IMAGES = Encoded(0, 0.0, 0.0)
 
 
 class InFlightStep(NamedTuple):

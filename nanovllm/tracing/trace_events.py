@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from nanovllm.engine.sequence import NO_IMAGES, Encoded
 from nanovllm.utils.as_json import as_json
 
 STEPS, HOST, DEVICE = 1, 2, 3  # tracks
@@ -20,7 +21,8 @@ _STEP = """\
 {"ph":"X","pid":%d,"tid":1,"cat":"step","name":"%s","ts":%s,"dur":%s,"args":{"rows":%d,\
 "prefill_tokens":%d,"decode_tokens":%d,"sampled_tokens":%d,"running":%d,"waiting":%d,\
 "held_by":"%s","used_blocks":%d,"free_blocks":%d,"preempted":%d,"schedule_us":%s,"launch_us":%s,\
-"wait_us":%s,"book_us":%s,"gpu_us":%s,"keys":%s,"pairs":%s}}"""
+"wait_us":%s,"book_us":%s,"gpu_us":%s,"keys":%s,"pairs":%s%s}}"""
+_ENCODED = ',"images":%d,"encode_us":%s'  # of steps that encode images
 _HOST = '{"ph":"X","pid":%d,"tid":2,"cat":"host","name":"%s","ts":%s,"dur":%s}'
 _DEVICE = '{"ph":"X","pid":%d,"tid":3,"cat":"gpu","name":"%s","ts":%s,"dur":%s}'
 _IMAGE = '{"ph":"X","pid":%d,"tid":%d,"cat":"image","name":"%s","ts":%s,"dur":%s,"args":{}}'
@@ -53,6 +55,8 @@ class StepRecord(NamedTuple):
         device: begin, end and duration of the step on the device; None: not known.
         paused: begin and end of a wait during its launch, for the tokens of the step before it on
             which controls depend; None: there was none.
+        encoded: images that it encoded.
+        encoding: duration of that on the device; None: not known.
     """
 
     began_at: float
@@ -76,6 +80,8 @@ class StepRecord(NamedTuple):
     pairs: list[int]
     device: tuple[float, float, float] | None
     paused: tuple[float, float] | None = None
+    encoded: Encoded = NO_IMAGES
+    encoding: float | None = None
 
     def events(self, pid: int) -> list[str]:
         """The step, the work of host and device for it, and the counters beside it.
@@ -85,20 +91,23 @@ class StepRecord(NamedTuple):
         """
         name = "mixed" if self.prefill and self.decode else "prefill" if self.prefill else "decode"
         began, chosen, launched, waits, waited, booked, since = map(_ns, self[:7])
-        spans = [("schedule", began, chosen), ("launch", chosen, launched)]
-        if self.paused is not None:
-            pause, resume = map(_ns, self.paused)
-            spans[1:] = (
-                ("launch", chosen, pause),
-                ("wait", pause, resume),
-                ("launch", resume, launched),
-            )
+        spans = [("schedule", began, chosen)]
+        for phase, times in (("encode", self.encoded[1:]), ("wait", self.paused)):
+            if times is not None and times != NO_IMAGES[1:]:  # amid the launch
+                begin, end = map(_ns, times)
+                spans += [("launch", spans[-1][2], begin), (phase, begin, end)]
+        spans.append(("launch", spans[-1][2], launched))
         spans += [("wait", waits, waited), ("book", waited, booked)]
-        took = dict.fromkeys(("schedule", "launch", "wait", "book"), 0)
+        took = dict.fromkeys(("schedule", "launch", "wait", "book", "encode"), 0)
         for phase, begin, end in spans:
             took[phase] += end - begin
         busy = "null" if self.device is None else _us(_ns(self.device[2]))
-        more = (*map(_us, took.values()), busy, self.keys, self.pairs)
+        encoded, num_images = "", self.encoded.num_images
+        if num_images:
+            encode = took["encode"] if self.encoding is None else _ns(self.encoding)
+            encoded = _ENCODED % (num_images, _us(encode))
+        took["launch"] += took.pop("encode")
+        more = (*map(_us, took.values()), busy, self.keys, self.pairs, encoded)
         at, pool = _us(chosen), (self.used_blocks, self.free_blocks)
         lines = [
             _STEP % (pid, name, _us(since), _us(booked - since), *self[7:17], *more),

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,12 +91,13 @@ class Encoder:
         return self.store[0].nbytes + of_rotations
 
     def measure(self) -> int:
-        """Bytes of activations of a GPU that encoding takes at most. Attention's memory grows with
-        the number of patches, whichever image they are of.
+        """Bytes of activations of a GPU that encoding takes at most: those of some images, as many
+        times as the largest batch has their patches. Attention's memory grows like the rest.
         """
         config, device = self._config, self._device
-        size = config.patch_size
-        most = len(self.store) * config.merge**2
+        size, of_token = config.patch_size, config.merge**2
+        largest = min(self._processor.max_tokens, len(self.store)) * of_token
+        most = max(largest, min(len(self.store) * of_token, MAX_PATCHES))
         side = config.fixed_side or 32 * config.merge  # patches
         count = min(most, MAX_PATCHES) // side**2 or 1
         pixels = np.zeros((side * size, side * size, 3), np.uint8)
@@ -116,24 +117,31 @@ class Encoder:
         """
         for batch in self._batches([image.shape[:2] for image in images]):
             encoded = self.encode([images[i] for i in batch])
-            places = np.concatenate([rows[i] for i in batch]).astype(np.int64)
-            self.store.index_copy_(0, torch.from_numpy(places).to(self._device), encoded)
+            places = self._to_device(np.concatenate([rows[i] for i in batch]))
+            self.store.index_copy_(0, places.long(), encoded)
 
     def give(self, inputs: StepInputs, images: BatchImages) -> StepInputs:
         """The inputs of a step with what the store has for it, and the rotations of its tokens if
         they have several positions.
         """
-        to_device = partial(torch.Tensor.to, device=self._device, non_blocking=True)
-        arrays = (images.rows, images.stored, images.positions)
-        rows, stored, positions = (to_device(torch.from_numpy(array)) for array in arrays)
+        n, T = len(images.rows), len(inputs.positions)
+        arrays = images.rows, images.stored, images.positions.ravel()
+        rows, stored, axes = self._to_device(np.concatenate(arrays)).split([n, n, 3 * T])
         spans = images.spans if self._config.are_whole else ()
         found = ImageRows(rows.long(), self.store.index_select(0, stored), spans)
         context = replace(inputs.context, images=found)
         if self._rope is None:
             return inputs._replace(context=context)
-        rotations = self._rope.by_axes(positions, self._axes)
-        indices = torch.arange(len(inputs.positions), dtype=torch.int32, device=self._device)
+        rotations = self._rope.by_axes(axes.view(3, T), self._axes)
+        indices = torch.arange(T, dtype=torch.int32, device=self._device)
         return inputs._replace(context=replace(context, rotations=rotations), positions=indices)
+
+    def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
+        """The array on the device, without waiting for what is launched."""
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
 
     def _batches(self, sizes: Sequence[tuple[int, ...]]) -> Iterator[list[int]]:
         """The numbers of images, those of equal size together, to encode at once."""
@@ -154,10 +162,7 @@ class Encoder:
         """Encode images, those of equal size next to each other: [T, 1 + K, M]."""
         size, patches, alike = self._config.patch_size, [], []
         for (height, width, _), group in groupby(pictures, key=np.shape):
-            pixels = torch.from_numpy(np.stack([*group]))
-            if self._device.type == "cuda":
-                pixels = pixels.pin_memory()
-            pixels = pixels.to(self._device, non_blocking=True)
+            pixels = self._to_device(np.stack([*group]))
             alike.append(Alike(height // size, width // size, len(pixels)))
             images = normalise(pixels, self._processor.mean, self._processor.std)
             patches.append(self._tower.cut(images))

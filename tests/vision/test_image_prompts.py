@@ -2,15 +2,18 @@
 tiny random checkpoints, float32, CPU.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from modes import Mode, engine_in, in_every_mode
+from safetensors.torch import load_file
 from vision_checkpoints import (
     VISION,
     add,
+    given_to_generate,
     picture,
     reference,
     reference_logprobs,
@@ -219,3 +222,62 @@ def test_experts_in_one_tensor(
         assert reference(path, PROMPTS[3], 6) == wanted[3][:6]
     with LLM(path, **SMALL, tensor_parallel_size=size) as llm:
         assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
+
+
+@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
+def test_replicas_get_the_pixels(path: Path, wanted: list[list[int]]) -> None:
+    with LLM(path, **SMALL, data_parallel_size=2) as llm:
+        prompts = [given_to_generate(path, parts) for parts in PROMPTS]
+        assert tokens(llm.generate(prompts, PARAMS, use_tqdm=False)) == wanted
+        assert llm.metrics()["num_images_encoded"] >= 6, "in all replicas together"
+
+
+@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
+def test_new_weights_are_those_of_the_tower_too(
+    path: Path, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """What was encoded with old weights is encoded again. And sleep keeps what is there."""
+    other = VISION["qwen3-vl"](tmp_path / "other", seed=9)
+    which = slice(2, 5)
+    by_others = [
+        reference(other, *pair) for pair in zip(PROMPTS[which], LENGTHS[which], strict=True)
+    ]
+    assert by_others != wanted[which]
+    with LLM(path, **SMALL, enable_sleep_mode=True) as llm:
+        for weights, found in ((other, by_others), (path, wanted[which])):
+            llm.update_weights(load_file(weights / "model.safetensors"))
+            before = llm.metrics()["num_images_encoded"]
+            assert tokens(run(llm, PROMPTS[which], PARAMS[which])) == found
+            assert llm.metrics()["num_images_encoded"] == before + 4
+        llm.sleep()
+        llm.wake_up()
+        assert tokens(run(llm, PROMPTS[which], PARAMS[which])) == wanted[which]
+        assert llm.metrics()["num_images_encoded"] == before + 8
+
+
+@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
+def test_without_the_tower_text_runs_as_before(path: Path, wanted: list[list[int]]) -> None:
+    """`language_model_only`, and a checkpoint that lacks a processor."""
+    with LLM(path, **SMALL, language_model_only=True) as llm:
+        assert tokens(run(llm, PROMPTS[1:2], PARAMS[1:2])) == wanted[1:2]
+        assert llm.model_runner.built.encoder is None
+        assert "num_images_encoded" not in llm.metrics()
+
+
+@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
+def test_recordings_have_the_encoding_of_images(
+    path: Path, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    trace = tmp_path / "run.json"
+    with LLM(path, **SMALL, overlap=True) as llm:
+        with llm.trace(trace):
+            assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
+        encoded = llm.metrics()["num_images_encoded"]
+    events = json.loads(trace.read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    of_steps = [event["args"] for event in events if event.get("cat") == "step"]
+    steps = [args for args in of_steps if "images" in args]
+    slices = [event for event in events if event["name"] == "encode"]
+    assert sum(args["images"] for args in steps) == encoded >= 6
+    assert [args["encode_us"] for args in steps] == [each["dur"] for each in slices]
+    assert all(0 < args["encode_us"] <= args["launch_us"] for args in steps)
