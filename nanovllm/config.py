@@ -10,6 +10,9 @@ from typing import Any, TypeVar, get_type_hints
 
 from typing_extensions import TypedDict
 
+from nanovllm.images.processor import read_limits
+from nanovllm.images.prompts import read_most_images
+from nanovllm.images.urls import read_folder
 from nanovllm.sampling_params import LOGPROBS_MODES, SamplingParams, check_logprobs_mode
 from nanovllm.utils.checks import (
     check_bool,
@@ -36,13 +39,12 @@ NO_LORA = (
     "supported"
 )
 ONE_TOKENIZER = "the tokenizer is read from the model's directory"
-TEXT_ONLY = "prompts are text or token ids"
+NO_EMBEDS = "prompts are text, token ids and images"
 FOREIGN_OPTIONS: Foreign = {
     **dict.fromkeys(
         ("enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "seed"),
         (only(None), "leave it out for the default"),
     ),
-    "allowed_local_media_path": (only(""), TEXT_ONLY),
     "async_scheduling": (only(None, False, True), "overlap=False turns overlapped steps off"),
     "attention_config": (only(None), "pass attention_backend"),
     "block_size": (only(None), "pass kvcache_block_size"),
@@ -71,17 +73,16 @@ FOREIGN_OPTIONS: Foreign = {
     "fully_sharded_loras": (only(False), NO_LORA),
     "lora_dtype": (only("auto"), NO_LORA),
     "lora_target_modules": (only(None), NO_LORA),
-    "enable_prompt_embeds": (only(False), TEXT_ONLY),
+    "enable_prompt_embeds": (only(False), NO_EMBEDS),
     "guided_decoding_backend": (only(None, "auto"), "llguidance is the only backend"),
     "hf_overrides": (only(None, {}), "edit the checkpoint's config.json"),
     "hf_token": (only(None, False, True), "set HF_TOKEN in the environment"),
     "kv_transfer_config": (only(None), "leave it out: each engine computes its own prompts"),
-    "limit_mm_per_prompt": (only(None, {}), TEXT_ONLY),
+    "allowed_media_domains": (only(None, []), "nothing is fetched: download images"),
     "logits_processors": (only(None, []), "SamplingParams has logit_bias and structured_outputs"),
     "max_logprobs": (only(None, *range(21)), "the maximum is 20"),
     **dict.fromkeys(("max_cpu_loras", "max_lora_rank", "max_loras"), (is_number_or_none, NO_LORA)),
     "max_seq_len_to_capture": (is_number_or_none, "CUDA graphs serve any sequence length"),
-    "mm_processor_kwargs": (only(None, {}), TEXT_ONLY),
     "model_impl": (only("auto", "vllm"), "only this package's models run"),
     "num_gpu_blocks_override": (only(None), "pass num_kvcache_blocks"),
     "override_generation_config": (only(None, {}), "pass SamplingParams"),
@@ -108,7 +109,7 @@ FOREIGN_OPTIONS: Foreign = {
 FOREIGN_ARGUMENTS: Foreign = {
     "chat_template_content_format": (only("auto", "string"), "content becomes text"),
     "lora_request": (only(None), NO_LORA),
-    "mm_processor_kwargs": (only(None, {}), TEXT_ONLY),
+    "mm_processor_kwargs": (only(None, {}), "put it into the prompt, or pass it to LLM()"),
     "priority": (only(None), "prompts run in the given order"),
     "prompt_token_ids": (only(None), "pass token ids as prompts"),
     "tokenization_kwargs": (only(None, {}), "pass token ids as prompts"),
@@ -148,6 +149,10 @@ class Options(TypedDict, total=False):
     seed: int
     revision: str | None
     adapter: str | Path | Sequence[str | Path] | None
+    limit_mm_per_prompt: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+    allowed_local_media_path: str
+    language_model_only: bool
     trace: bool | str | Path
 
 
@@ -216,6 +221,14 @@ class Config:
         adapter: directory of a LoRA adapter that peft has saved, or its name on the hub, or a list
             of these: they are merged into the weights while these are loaded, one after the other
             (docs/adapters.md).
+        limit_mm_per_prompt: largest number of images in a prompt, `{"image": n}`; None: 999.
+        mm_processor_kwargs: bounds on the area of resized images, in pixels, as a dictionary with
+            `max_pixels` and `min_pixels`, or `size` with `longest_edge` and `shortest_edge`; None:
+            the checkpoint's (docs/images.md).
+        allowed_local_media_path: folder whose files the messages of `chat` may name as images; "":
+            none.
+        language_model_only: leave out the part of the model that sees, and its memory: prompts have
+            no images.
         trace: record the engine's work from its start to its end in this file, for viewers of
             traces and `nanovllm report` (docs/timeline.md). True: in trace.json. An earlier trace
             is overwritten, another file refused.
@@ -251,6 +264,10 @@ class Config:
     seed: int = 0
     revision: str | None = None
     adapter: str | Path | Sequence[str | Path] | None = None
+    limit_mm_per_prompt: Mapping[str, Any] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    allowed_local_media_path: str = ""
+    language_model_only: bool = False
     trace: bool | str | Path = False
 
     def __post_init__(self) -> None:
@@ -286,6 +303,7 @@ class Config:
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"`revision` must be a string, got {self.revision!r}")
         self._read_adapter()
+        self._check_images()
         if isinstance(self.trace, os.PathLike):
             object.__setattr__(self, "trace", os.fspath(self.trace))
         if self.trace == "" or not isinstance(self.trace, (bool, str)):
@@ -308,6 +326,13 @@ class Config:
                 f"sequence gets its token in each step, got {self.max_num_batched_tokens} < "
                 f"{self.max_num_seqs}: raise the first or lower the second"
             )
+
+    def _check_images(self) -> None:
+        check_bool("language_model_only", self.language_model_only)
+        read_most_images(self.limit_mm_per_prompt)
+        read_limits(self.mm_processor_kwargs, "mm_processor_kwargs")
+        folder = read_folder(self.allowed_local_media_path)
+        object.__setattr__(self, "allowed_local_media_path", folder)
 
     def _check_invariance(self) -> None:
         if self.batch_invariant and self.attention_backend == "flash_attn":

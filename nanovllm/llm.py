@@ -5,14 +5,19 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import Self
 
+from nanovllm.arrivals.image_prompts import make_image_prompts, read_own_processor
+from nanovllm.arrivals.waiting_core import Make, WaitingCore
 from nanovllm.config import FOREIGN_ARGUMENTS
 from nanovllm.engine.assembly import AnyExecutor, Parts
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.images.preparation import MAX_BYTES, Preparation
+from nanovllm.images.prompts import NoImages
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -22,6 +27,7 @@ from nanovllm.outputs import (
     ScoreOutput,
 )
 from nanovllm.replicas import assembly as replica_assembly
+from nanovllm.replicas.remote_request import remote
 from nanovllm.replicas.supervisor import Replicas
 from nanovllm.requests.beam_search import Candidates, beam_search
 from nanovllm.requests.chat import ChatRenderer, Conversation, Tool, name_conversations
@@ -30,6 +36,7 @@ from nanovllm.requests.intake import OnError
 from nanovllm.requests.news import News
 from nanovllm.requests.request import CheckedRequest, Listener, Refusal
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sizing.memory import available_cpu_memory
 from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.updates.interface import Updatable
 from nanovllm.utils.checks import check_bool, check_choice
@@ -54,16 +61,31 @@ class LLM(Updatable, LLMEngine):
     _begins_again = False
 
     def _make_executor(self) -> AnyExecutor:
+        self._processor = read_own_processor(self.config, self.model_config)
         if self.config.data_parallel_size > 1:
             return Replicas(self.config)
         return super()._make_executor()
 
     def _assemble(self) -> Parts:
-        if not isinstance(self.executor, Replicas):
-            return super()._assemble()
-        facts = self.executor.start(beside=self._prepare_text)
-        entrance = self._make_entrance(facts.max_model_len, facts.pool_tokens)
-        return replica_assembly.assemble(self.executor, facts, self.config, entrance)
+        make: Make
+        if isinstance(self.executor, Replicas):
+            facts = self.executor.start(beside=self._prepare_text)
+            entrance = self._make_entrance(facts.max_model_len, facts.pool_tokens)
+            parts = replica_assembly.assemble(self.executor, facts, self.config, entrance)
+            make = partial(remote, parts.intake)
+        else:
+            parts = super()._assemble()
+            make = parts.intake.make
+        self.image_prompts = make_image_prompts(
+            self._processor, self.config, self.model_config, self.tokenizer
+        )
+        parts.intake.bind_images(self.image_prompts)
+        if isinstance(self.image_prompts, NoImages):
+            return parts
+        memory = min(MAX_BYTES, available_cpu_memory() // 4)
+        preparation = Preparation(self.image_prompts.processor, max_bytes=memory)
+        core = WaitingCore(parts.core, parts.intake, make, preparation)
+        return parts._replace(core=core, make=core.make)
 
     @takes_foreign(FOREIGN_ARGUMENTS)
     def stream(
@@ -233,7 +255,8 @@ class LLM(Updatable, LLMEngine):
         Args:
             messages: one conversation or a list of them, or another iterable. A conversation is a
                 list of dictionaries with `role` and `content`: a string, or a list of
-                `{"type": "text", "text": ...}`, which become its lines. `arguments` of `tool_calls`
+                `{"type": "text", "text": ...}`, which become its lines, and of images (see
+                docs/images.md). `arguments` of `tool_calls`
                 are objects or JSON. The role `developer` becomes `system` where the template does
                 not name it; OpenAI's older `function` and `function_call` become `tool` and
                 `tool_calls`, a `refusal` is content, and keys that are None are left out. Other
@@ -257,6 +280,7 @@ class LLM(Updatable, LLMEngine):
         """
         renderer = ChatRenderer(
             self.tokenizer,
+            self.image_prompts,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -306,6 +330,7 @@ class LLM(Updatable, LLMEngine):
         with self._lock:
             self._check_ready()
             checked = self._intake.check_all(named, one_token, on_error)
+            _refuse_images(checked)
             found = beam_search(
                 [item.token_ids for item in checked if not isinstance(item, Refusal)],
                 params,
@@ -418,6 +443,13 @@ class LLM(Updatable, LLMEngine):
     def shutdown(self) -> None:
         """`exit`, as vLLM calls it."""
         self.exit()
+
+
+def _refuse_images(checked: list[CheckedRequest | Refusal]) -> None:
+    if any(isinstance(item, CheckedRequest) and item.pictures for item in checked):
+        raise ValueError(
+            "`prompts` must be text or token ids for beam_search(), got images: call generate()"
+        )
 
 
 def _candidates(output: RequestOutput) -> Candidates | str:

@@ -16,6 +16,7 @@ from nanovllm.engine.block_manager import NO_HASH, BlockManager
 from nanovllm.engine.plan import Batch, SlotTable, build_batch, mark_sent, plan_step
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence
+from nanovllm.images.image import PlacedImage
 from nanovllm.recurrent.snapshots import SnapshotBlockManager
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.windows.pages import ALL_LAYERS, BlockKind, max_blocks_of_one
@@ -43,13 +44,14 @@ def make_seq(
     max_tokens: int = 8,
     ignore_eos: bool = True,
     block_size: int = BLOCK_SIZE,
+    images: tuple[PlacedImage, ...] = (),
 ) -> Sequence:
     """A sequence with these prompt tokens, or with so many (that no other sequence has)."""
     seq_id = next(_seq_ids)
     if isinstance(tokens, int):
         tokens = [1000 * (seq_id + 1) + i for i in range(tokens)]
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-    return Sequence(seq_id, list(tokens), params, block_size=block_size)
+    return Sequence(seq_id, list(tokens), params, block_size=block_size, images=images)
 
 
 def make_scheduler(

@@ -1,5 +1,6 @@
 """The books of the scheduler and the block manager, verified. No torch."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from nanovllm.engine.block_manager import NO_HASH, ROOT_CHAIN, BlockManager
@@ -126,3 +127,21 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert not seq.num_pending, repr(seq)
         assert not seq.block_table, f"{seq!r} waits and holds blocks"
     check_blocks(scheduler.block_manager, running)
+    check_images(scheduler)
+
+
+def check_images(scheduler: Scheduler) -> None:
+    """Verify the books of the store of embeddings."""
+    cache, held = scheduler.images, Counter()
+    stored = list(cache._stored.values())
+    rows = [row for each in stored for row in each.rows.tolist()]
+    assert sorted(rows + cache._free_rows) == list(range(cache._facts.capacity)), "rows"
+    for seq in scheduler.running:
+        for i, each in seq.image_state.held.items() if seq.image_state else ():
+            assert seq.images[i].end > seq.num_computed_tokens, f"{seq!r} is done with image {i}"
+            assert cache._stored[seq.images[i].image.key] is each, "held, and not in the store"
+            held[id(each)] += 1
+    for seq in scheduler.waiting:
+        assert not (seq.image_state and seq.image_state.held), f"{seq!r} waits and holds images"
+    assert all(each.num_holders == held[id(each)] for each in stored), "wrong counts of holders"
+    assert cache._num_held_rows == sum(len(each.rows) for each in stored if each.num_holders)

@@ -14,6 +14,8 @@ from nanovllm.tracing.trace_events import (
     BEGAN,
     SequenceRecord,
     StepRecord,
+    image_event,
+    images_waiting_event,
     names,
     recording_event,
 )
@@ -103,6 +105,18 @@ class MadeTrace:
         record = record._replace(booked_at=end)
         self.lines += record.events(self.pid)
         self.now = end
+        return self
+
+    def images(
+        self, waiting: int, prepared: int = 0, seconds: float = 0.02, wait: float = 0.0
+    ) -> "MadeTrace":
+        """From now on so many requests wait for images; some have been prepared. Then the engine
+        waits.
+        """
+        self.lines.append(images_waiting_event(self.now, waiting, 0))
+        for _ in range(prepared):
+            self.lines.append(image_event(2, "prepare", self.now - seconds, self.now))
+        self.now += wait
         return self
 
     def sequence(

@@ -68,9 +68,9 @@ class TorchBackend(AttentionBackend):
                 cached = length - (end - begin)
                 first = max(0, cached + 1 - scoring.window) if scoring.window else 0  # key seen
                 positions = torch.arange(first, length, device=q.device)
-                slots = _slots(tables[i : i + 1], positions.unsqueeze(0), cache.k.shape[1])[0]
-                keys = _read(cache.k, cache.k_exponents, slots, q.dtype)
-                values = _read(cache.v, cache.v_exponents, slots, q.dtype)
+                slots = slots_of(tables[i : i + 1], positions.unsqueeze(0), cache.k.shape[1])[0]
+                keys = read_keys(cache.k, cache.k_exponents, slots, q.dtype)
+                values = read_keys(cache.v, cache.v_exponents, slots, q.dtype)
             out[begin:end] = _causal_attention(q[begin:end], keys, values, scoring)
         return out
 
@@ -101,7 +101,7 @@ def _plan(context: Context, num_decodes: int, block_size: int, window: int) -> l
         positions = torch.arange(sorted_lens[end - 1], device=lens.device).unsqueeze(0)  # [1, L]
         unseen = whole[rows].unsqueeze(1) - lengths  # positions before the window
         own = unseen + torch.minimum(positions, lengths - 1).clamp(min=0)
-        slots = _slots(context.block_tables[rows], own, block_size).flatten()
+        slots = slots_of(context.block_tables[rows], own, block_size).flatten()
         gathers.append(Gather(rows, slots, (positions < lengths)[:, None, None, :]))
         begin = end
     return gathers
@@ -111,11 +111,12 @@ def _decode(q: torch.Tensor, cache: KVCache, gather: Gather, scoring: Scoring) -
     """Attend with queries q: [B, Hq, D] of the gathered sequences. Returns [B, Hq, D]."""
     (B, Hq, D), Hkv = q.shape, cache.k.shape[2]
     # [B, Hkv, L, D]; the G queries of a KV head are the rows of one product.
-    k = _read(cache.k, cache.k_exponents, gather.slots, q.dtype).view(B, -1, Hkv, D).transpose(1, 2)
-    v = _read(cache.v, cache.v_exponents, gather.slots, q.dtype).view(B, -1, Hkv, D).transpose(1, 2)
+    k = read_keys(cache.k, cache.k_exponents, gather.slots, q.dtype)
+    v = read_keys(cache.v, cache.v_exponents, gather.slots, q.dtype)
+    k, v = (x.view(B, -1, Hkv, D).transpose(1, 2) for x in (k, v))
     rows = q.reshape(B, Hkv, Hq // Hkv, D)
     sinks = None if scoring.sinks is None else scoring.sinks.view(Hkv, -1, 1)
-    return _attend(rows, k, v, gather.mask, scoring, sinks).reshape(B, Hq, D)
+    return attend(rows, k, v, gather.mask, scoring, sinks).reshape(B, Hq, D)
 
 
 def _write(
@@ -130,7 +131,7 @@ def _write(
     stored.flatten(0, 1).index_copy_(0, slots, x)
 
 
-def _read(
+def read_keys(
     stored: torch.Tensor, exponents: torch.Tensor | None, slots: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Read keys or values [n, Hkv, D] from slots [n] int64."""
@@ -142,7 +143,7 @@ def _read(
     return dequantize(codes, exponents[slots // S, :, slots % S], dtype)
 
 
-def _slots(block_tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+def slots_of(block_tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
     """Slots [B, L] int64 of positions [B, L] in the blocks [B, W] of their sequence."""
     blocks = block_tables.long().gather(1, positions // block_size)
     return blocks * block_size + positions % block_size
@@ -174,30 +175,32 @@ def _causal_attention(
         if slides:
             mask &= keys > queries - scoring.window
     sinks = None if scoring.sinks is None else scoring.sinks.view(Hkv, G, 1, 1)
-    return _attend(q, k, v, mask, scoring, sinks).reshape(Hq, n, D).transpose(0, 1)
+    return attend(q, k, v, mask, scoring, sinks).reshape(Hq, n, D).transpose(0, 1)
 
 
-def _attend(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
     scoring: Scoring,
     sinks: torch.Tensor | None,
+    causal: bool = True,
 ) -> torch.Tensor:
     """Attend with q: [..., n, D] to k, v: [..., L, D]; sinks: [..., n or 1, 1]. Returns
-    [..., n, D]. Without a mask, there are as many queries as keys, or one query that sees all.
+    [..., n, D]. Without a mask, each query sees all keys, or if `causal`, there are as many queries
+    as keys, or one query that sees all.
     """
     n, L = q.shape[-2], k.shape[-2]
+    causal = causal and mask is None and n > 1
     if not scoring.softcap and sinks is None:
-        causal = mask is None and n > 1
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scoring.scale
         )
     scores = (q @ k.transpose(-1, -2)).float() * scoring.scale
     if scoring.softcap:
         scores = scoring.softcap * (scores / scoring.softcap).tanh()
-    if mask is None and n > 1:
+    if causal:
         mask = torch.ones(n, L, dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)

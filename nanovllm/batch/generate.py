@@ -26,7 +26,7 @@ from nanovllm.batch.job import run
 from nanovllm.batch.params import from_json, wants_outputs
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import Row, make_row
-from nanovllm.batch.tables import Batch, columns_of, read_column, with_columns
+from nanovllm.batch.tables import Batch, columns_of, read_column, read_images, with_columns
 from nanovllm.config import Options
 from nanovllm.requests.chat import ChatRenderer
 from nanovllm.sampling_params import SamplingParams
@@ -61,6 +61,9 @@ class Generate:
         prompt_column: name of the column with prompts, as text or as token ids; default: "prompt".
         messages_column: name of a column with conversations instead, for the chat template: lists
             of dictionaries with `role` and `content`, or JSON text of them.
+        image_column: name of a column with the image of each row, or a list of them: paths, bytes
+            of files, arrays, or structs of `bytes` and `path` as Hugging Face's datasets have;
+            null: none. Prompts have a placeholder for each; with `chat` they need none.
         id_column: name of a column with a string or an integer that identifies a row.
         sampling_params: a `SamplingParams`, or a dictionary of its fields, which take precedence
             over the checkpoint's.
@@ -79,6 +82,7 @@ class Generate:
         *,
         prompt_column: str | None = None,
         messages_column: str | None = None,
+        image_column: str | None = None,
         id_column: str | None = None,
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         chat: bool = False,
@@ -103,7 +107,7 @@ class Generate:
 
         self._field = "prompt" if messages_column is None else "messages"
         self._column = messages_column or prompt_column or "prompt"
-        self._id_column = id_column
+        self._id_column, self._image_column = id_column, image_column
         llm = LLM(model, **engine)
         if not isinstance(given, SamplingParams):
             given = replace(llm.get_default_sampling_params(), **given)
@@ -152,7 +156,7 @@ class Generate:
     def _submit(self, batch: Any) -> "list[Future[Result]]":
         """Give the engine the rows of a batch."""
         names = columns_of(batch)
-        for name in (self._column, self._id_column):
+        for name in (self._column, self._id_column, self._image_column):
             if name is not None and name not in names:
                 raise ValueError(f"a batch must have a column {name!r}, got {', '.join(names)}")
         columns = {self._field: read_column(batch, self._column)}
@@ -160,6 +164,9 @@ class Generate:
             columns["sampling_params"] = read_column(batch, "sampling_params")
         if self._id_column is not None:
             columns["custom_id"] = read_column(batch, self._id_column)
+        if self._image_column is not None:
+            images = read_images(batch, self._image_column)
+            columns["multi_modal_data"] = [None if x is None else {"image": x} for x in images]
         rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
         return self._engine.add([_read_row(values) for values in rows])
 
@@ -270,6 +277,7 @@ def _check_template(llm: "LLM", template: str | None, variables: Mapping[str, An
     """Raise if conversations cannot be rendered at all."""
     ChatRenderer(
         llm.tokenizer,
+        llm.image_prompts,
         chat_template=template,
         add_generation_prompt=True,
         continue_final_message=False,

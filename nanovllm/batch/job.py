@@ -18,6 +18,7 @@ from nanovllm.batch.openai_batch import read_request
 from nanovllm.batch.params import parameter_like
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import PARAMETERS, Row, as_rows, read_ask
+from nanovllm.images.prompts import ImagePrompts, NoImages
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.chat import ChatRenderer
 from nanovllm.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ class Engine(Protocol):
 
     tokenizer: Any
     config: Any
+    image_prompts: ImagePrompts | NoImages
 
     def add_request(self, prompt: Any, sampling_params: SamplingParams, /) -> int: ...
     def step(self) -> list[RequestOutput]: ...
@@ -194,7 +196,10 @@ class _Job:
             ask = read_ask(row.fields, self._params, seed, self._chat)
         if ask.messages is None:
             return ask.prompt, ask.params
-        return self.renderer(ask.chat).render(ask.messages, "messages"), ask.params
+        prompt = self.renderer(ask.chat).render(ask.messages, "messages", ask.images)
+        if ask.limits is not None:
+            prompt["mm_processor_kwargs"] = ask.limits
+        return prompt, ask.params
 
     def _look_at_names(self, fields: Mapping[str, Any]) -> None:
         """Warn, once for each, of the caller's own fields with names like a parameter's."""
@@ -219,6 +224,7 @@ class _Job:
             variables = {**self._template["chat_template_kwargs"], **variables}
         renderer = ChatRenderer(
             self._llm.tokenizer,
+            self._llm.image_prompts,
             chat_template=self._template["chat_template"],
             add_generation_prompt=own.get("add_generation_prompt", True),
             continue_final_message=own.get("continue_final_message", False),

@@ -6,6 +6,10 @@ A row is an object with one of these, and with any fields of the caller's:
 - `messages`: a conversation, for the chat template, with `tools`, `chat_template_kwargs`,
   `add_generation_prompt` and `continue_final_message` as in `LLM.chat`.
 
+Beside either may stand `multi_modal_data`, `{"image": path}` or a list of paths, with
+`mm_processor_kwargs`, as in `LLM.generate`: relative paths count from the working directory. Parts
+of messages that have no image of their own, `{"type": "image"}`, take these in their order.
+
 Any field of `SamplingParams` may stand beside them, or in an object `sampling_params`, where
 unknown names are refused; null stands for the job's default, and integers may be written as 8.0.
 All other fields are the caller's own: the result carries them, and a warning names those whose name
@@ -17,7 +21,7 @@ content. Of rows with the same `custom_id` the first is computed; the others car
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -25,11 +29,13 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from nanovllm.batch.params import from_json, whole, with_integers
+from nanovllm.images.prompts import images_of
 from nanovllm.sampling_params import FOREIGN_PARAMS, SamplingParams
 
 PARAMETERS = {field.name for field in fields(SamplingParams)} | set(FOREIGN_PARAMS)
 KEY_BYTES = 16
 CONTENT_BYTES = 8
+IMAGE_FIELDS = ("multi_modal_data", "mm_processor_kwargs")
 CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
@@ -72,12 +78,16 @@ class Ask(NamedTuple):
         prompt: prompt in a form for `LLM.add_request`; None for a conversation.
         messages: messages of the conversation.
         chat: arguments of `LLM.chat` that the row has of its own.
+        images: images beside the conversation, for its parts that have none.
+        limits: `mm_processor_kwargs` of a conversation.
     """
 
     params: SamplingParams
     prompt: Any = None
     messages: Any = None
     chat: Mapping[str, Any] = {}
+    images: Sequence[Any] = ()
+    limits: Any = None
 
 
 def make_row(
@@ -174,23 +184,32 @@ def read_ask(
     params = read_params(values, default, seed)
     prompt, token_ids = values.get("prompt"), values.get("prompt_token_ids")
     messages = values.get("messages")
+    data, limits = (values.get(name) for name in IMAGE_FIELDS)
     if messages is not None:
         if prompt is not None or token_ids is not None:
             raise ValueError("a row must have either `messages` or a prompt, got both")
         own = {name: values[name] for name in CHAT_FIELDS if values.get(name) is not None}
-        return Ask(params, messages=read_messages(messages), chat=own)
+        images = list(images_of(data, "row").values())
+        return Ask(params, messages=read_messages(messages), chat=own, images=images, limits=limits)
     if prompt is None and token_ids is None:
         names = ", ".join(f"`{name}`" for name in values)
         raise ValueError(
             "a row must have `prompt`, `prompt_token_ids` or `messages`, got "
             f"{'the fields ' + names if names else 'no fields'}"
         )
+    given = {"multi_modal_data": data, "mm_processor_kwargs": limits}
+    more = {name: value for name, value in given.items() if value is not None}
     if token_ids is not None:
         text = {} if prompt is None else {"prompt": prompt}
-        return Ask(params, {"prompt_token_ids": whole(token_ids), **text})
+        return Ask(params, {"prompt_token_ids": whole(token_ids), **text, **more})
     if chat and isinstance(prompt, str):
-        return Ask(params, messages=[{"role": "user", "content": prompt}])
-    return Ask(params, whole(prompt) if isinstance(prompt, list) else prompt)
+        images = list(images_of(data, "row").values())
+        parts = [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]
+        content = parts if images else prompt
+        message = {"role": "user", "content": content}
+        return Ask(params, messages=[message], images=images, limits=limits)
+    prompt = whole(prompt) if isinstance(prompt, list) else prompt
+    return Ask(params, {"prompt": prompt, **more} if more else prompt)
 
 
 def read_messages(messages: Any) -> Any:

@@ -38,6 +38,22 @@ def read_column(batch: Any, name: str) -> list[Any]:
     return _plain(column.to_pylist() if hasattr(column, "to_pylist") else column)
 
 
+def read_images(batch: Any, name: str) -> list[Any]:
+    """A column of images, or of lists of them, with None for missing ones. Arrays stay arrays."""
+    column = batch[name]
+    if hasattr(column, "to_pylist"):
+        return [_image(item) for item in column.to_pylist()]
+    return [_image(item) for item in column]
+
+
+def _image(value: Any) -> Any:
+    is_of_objects = getattr(getattr(value, "dtype", None), "kind", "") == "O"
+    if isinstance(value, list | tuple) or is_of_objects:
+        return [_image(item) for item in value]
+    is_missing = isinstance(value, float)  # NaN of pandas
+    return None if is_missing or type(value).__name__ in ("NAType", "NaTType") else value
+
+
 def with_columns(batch: Batch, added: Mapping[str, Sequence[Any]]) -> Batch:
     """A batch of the same kind with columns added, or replaced.
 

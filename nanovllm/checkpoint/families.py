@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanovllm.checkpoint.files import read_value
+from nanovllm.checkpoint.vision import QWEN3_VL, SIGLIP
 from nanovllm.utils.integers import cdiv
 
 Raw = dict[str, Any]  # config.json
@@ -47,6 +48,7 @@ class Family(NamedTuple):
         interleaved_rope: whether RoPE rotates neighbours (see `RopeParameters`).
         is_part: whether the text model is part of a checkpoint that has others, such as one for
             images; only text is read and written.
+        tower: kind of the vision tower (see `VisionConfig`); empty: images are not read.
         may_have_parts: whether a checkpoint of the text model may have these parts, too, and the
             names of the whole.
         defaults: values for keys that config.json lacks or has as null.
@@ -78,6 +80,7 @@ class Family(NamedTuple):
     by_key_head: bool = False
     interleaved_rope: bool = False
     is_part: bool = False
+    tower: str = ""
     may_have_parts: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
     absent: Mapping[str, Any] = MappingProxyType({})
@@ -143,6 +146,10 @@ def _qwen3_next(raw: Raw) -> Raw:
 
 def _qwen3_5_moe(raw: Raw) -> Raw:
     return {**_qwen3_next(raw), "norm_topk_prob": True}
+
+
+def _qwen3_vl_moe(raw: Raw) -> Raw:
+    return {"norm_topk_prob": True, "sliding_window": None}
 
 
 def _lfm2(raw: Raw) -> Raw:
@@ -265,7 +272,9 @@ GEMMA3 = Family(
     qk_norm="head",
     defaults={
         **GEMMA,
+        "image_token_index": 262_144,
         "max_position_embeddings": 131_072,
+        "mm_tokens_per_image": 256,
         "num_attention_heads": 8,
         "rope_theta": 1_000_000.0,
         "vocab_size": 262_208,
@@ -287,6 +296,12 @@ GLM: dict[str, Any] = {
     "absent": {"num_key_value_heads": 2},
 }
 MISTRAL = Family(QWEN3, **NO_BIASES, defaults=THETA, absent={**KV_8, **WINDOW}, complete=_all_slide)
+QWEN3_VL_KEYS: dict[str, Any] = {
+    "deepstack_visual_indexes": [8, 16, 24],
+    "image_token_id": 151_655,
+    "mrope_section": [24, 20, 20],
+    "rope_theta": 500_000.0,
+}
 QWEN3_NEXT: dict[str, Any] = {
     "norm_plus_one": True,
     "qk_norm": "head",
@@ -295,11 +310,13 @@ QWEN3_NEXT: dict[str, Any] = {
 }
 QWEN3_5_SIZES = {
     "head_dim": 256,
+    "image_token_id": 248_056,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
+    "mrope_section": [11, 11, 10],
     "partial_rotary_factor": 0.25,
     "rope_theta": 10_000.0,
     "vocab_size": 248_320,
@@ -353,7 +370,7 @@ FAMILIES = {
         complete=_gemma2,
     ),
     "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": GEMMA3._replace(is_part=True),
+    "Gemma3ForConditionalGeneration": GEMMA3._replace(is_part=True, tower=SIGLIP),
     "Glm4ForCausalLM": Family("gemma.Glm4ForCausalLM", **GLM),
     "GlmForCausalLM": Family(QWEN3, **GLM),
     "GptOssForCausalLM": Family(
@@ -465,10 +482,34 @@ FAMILIES = {
         },
         complete=_qwen3_next,
     ),
+    "Qwen3VLForConditionalGeneration": Family(
+        QWEN3,
+        qk_norm="head",
+        is_part=True,
+        tower=QWEN3_VL,
+        defaults={**QWEN3_VL_KEYS, "head_dim": 128},
+        absent=KV_32,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        "qwen3_moe.Qwen3VLMoeForConditionalGeneration",
+        qk_norm="head",
+        num_experts=("num_local_experts", "num_experts"),
+        packed_experts=True,
+        is_part=True,
+        tower=QWEN3_VL,
+        defaults={
+            **QWEN3_VL_KEYS,
+            "moe_intermediate_size": 1408,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+        },
+        absent={"num_key_value_heads": 16},
+        complete=_qwen3_vl_moe,
+    ),
     "Qwen3_5ForCausalLM": QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": QWEN3_5._replace(is_part=True),
+    "Qwen3_5ForConditionalGeneration": QWEN3_5._replace(is_part=True, tower=QWEN3_VL),
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
-    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE._replace(is_part=True),
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE._replace(is_part=True, tower=QWEN3_VL),
     "SmolLM3ForCausalLM": Family(
         QWEN3,
         mlp_bias=True,

@@ -11,6 +11,7 @@ from nanovllm.utils.checks import check_bool, check_float, check_int
 T = TypeVar("T", int, float, bool)
 
 INDEX = "model.safetensors.index.json"  # maps each tensor to its shard
+PROCESSORS = "processor_config.json", "preprocessor_config.json"  # of images
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names them
 MOST = 2**31 - 1  # tokens and positions are int32
 MAX_DEPTH = 50  # levels of nesting in JSON; real files have fewer than ten

@@ -16,6 +16,7 @@ from nanovllm.checkpoint.generation_config import read_eos
 from nanovllm.checkpoint.quantization import Quantization, read_quantization
 from nanovllm.checkpoint.refusals import refuse_architecture, refuse_directory
 from nanovllm.checkpoint.rope import RopeParameters, read_rope
+from nanovllm.checkpoint.vision import VisionConfig, read_vision
 
 MAX_LAYERS = 10_000
 TIED = "tie_word_embeddings"
@@ -57,6 +58,7 @@ class ExpertConfig:
         has_shared: whether a layer has one expert more, which all tokens choose, with a gate.
         path: path of a layer's experts in the checkpoint, in that layer.
         names: names of gate, up and down in the checkpoint, in each expert.
+        inputs_first: whether matrices of experts in one tensor are [inputs, outputs] there.
     """
 
     num_experts: int
@@ -70,6 +72,7 @@ class ExpertConfig:
     has_shared: bool
     path: str
     names: tuple[str, str, str]
+    inputs_first: bool = False
 
     def modules(self, path: str) -> Iterator[str]:
         """The paths of all modules of experts in the checkpoint.
@@ -160,12 +163,13 @@ class ModelConfig:
     residual_multiplier: float  # factor of attention's and the MLP's outputs, before they are added
     logits_scaling: float  # divisor of logits
     quantization: Quantization | None  # of linear layers
+    vision: VisionConfig | None  # of models that read images
     eos_token_ids: frozenset[int]  # from generation_config.json, else from config.json
     source: dict[str, Any] = field(repr=False, hash=False)  # config.json
 
     @classmethod
-    def from_pretrained(cls, model: str) -> "ModelConfig":
-        """Read the model directory `model`.
+    def from_pretrained(cls, model: str, *, language_model_only: bool = False) -> "ModelConfig":
+        """Read the model directory `model`; `language_model_only` leaves out the part that sees.
 
         Raises:
             ValueError: for a missing directory or file, and for anything unsupported.
@@ -189,6 +193,9 @@ class ModelConfig:
         read_value(raw, "num_hidden_layers", int, maximum=MAX_LAYERS)
         raw |= family.complete(raw)
         facts = _facts(raw, family)
+        if family.tower and not language_model_only and source.get("vision_config") is not None:
+            facts["vision"] = read_vision(source, raw, family.tower, facts["hidden_size"])
+            _check_deepstack(facts["vision"], len(facts["layers"]))
         config = cls(architecture, eos_token_ids=read_eos(directory, raw), source=source, **facts)
         config._check_shapes()
         return config
@@ -288,7 +295,16 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         "embedding_multiplier": _read_multiplier(raw, "embedding_multiplier"),
         "residual_multiplier": _read_multiplier(raw, "residual_multiplier"),
         "logits_scaling": _read_multiplier(raw, "logits_scaling"),
+        "vision": None,
     }
+
+
+def _check_deepstack(vision: VisionConfig, num_layers: int) -> None:
+    if len(vision.deepstack) >= num_layers:
+        raise ValueError(
+            "config.json: `deepstack_visual_indexes` must be fewer than the layers of the language "
+            f"model, got {len(vision.deepstack)} and {num_layers}"
+        )
 
 
 def _read_short_conv(raw: dict[str, Any]) -> ShortConvConfig:

@@ -14,7 +14,22 @@ TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-# Prefixes of the other parts of such checkpoints, which are left out, in both spellings.
+TOWER = "visual."  # prefix of the vision tower in our models, and in Qwen's checkpoints
+VISION_PREFIXES = {
+    f"{model}{part}.": TOWER if f"{part}." == TOWER else f"{TOWER}{part}."
+    for model in ("model.", "")
+    for part in modules.OTHER_PARTS
+}
+# SigLIP as transformers 4 writes it; and its head, which no model here has.
+VISION_PREFIXES |= {
+    f"{model}vision_tower.vision_model.": f"{TOWER}vision_tower." for model in ("model.", "")
+}
+HEADS = tuple(
+    f"{model}vision_tower.{tower}head."
+    for model in ("model.", "")
+    for tower in ("", "vision_model.")
+)
+# Prefixes of the other parts of such checkpoints, in both spellings.
 OTHER_PARTS = tuple(f"{model}{part}." for model in ("", "model.") for part in modules.OTHER_PARTS)
 DRAFTS = "mtp."  # prefix of layers that draft tokens (Qwen3.5), which are left out of any model
 # Ends of names of tensors that nothing reads; old checkpoints carry the rotary frequencies.
@@ -59,11 +74,11 @@ class Wanted(NamedTuple):
 
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
-    """Map names of a text-only model's tensors to their names in a checkpoint with other parts."""
+    """Map names of our models' tensors to their names in a checkpoint with other parts."""
     return {
         own + name.removeprefix(prefix): name
         for name in names
-        for prefix, own in TEXT_PREFIXES.items()
+        for prefix, own in (TEXT_PREFIXES | VISION_PREFIXES).items()
         if name.startswith(prefix)
     }
 
@@ -104,7 +119,7 @@ def spellings(own: str, is_part: bool) -> list[str]:
     if is_part:
         bases += [
             prefix + own.removeprefix(of_text)
-            for prefix, of_text in TEXT_PREFIXES.items()
+            for prefix, of_text in (TEXT_PREFIXES | VISION_PREFIXES).items()
             if own.startswith(of_text)
         ]
     if own.startswith("model."):
@@ -112,11 +127,23 @@ def spellings(own: str, is_part: bool) -> list[str]:
     return [*bases, *(base + INVERSE for base in bases if base.endswith(SCALE))]
 
 
-def is_left_out(name: str, is_part: bool) -> bool:
+def is_left_out(name: str, is_part: bool, has_tower: bool) -> bool:
     """Whether no model has a place for this tensor of a checkpoint, nor misses it."""
-    return name.startswith(left_out_prefixes(is_part)) or name.endswith(UNUSED)
+    return name.startswith(left_out_prefixes(is_part, has_tower)) or name.endswith(UNUSED)
 
 
-def left_out_prefixes(is_part: bool) -> tuple[str, ...]:
-    """The beginnings of names of tensors that are left out."""
+def left_out_prefixes(is_part: bool, has_tower: bool) -> tuple[str, ...]:
+    """The beginnings of names of tensors that are left out.
+
+    Args:
+        is_part: whether the checkpoint may have other parts.
+        has_tower: whether the model has the part for images.
+    """
+    if has_tower:
+        return (*HEADS, DRAFTS)
     return (*OTHER_PARTS, DRAFTS) if is_part else (DRAFTS,)
+
+
+def has_tower(own: Iterable[str]) -> bool:
+    """Whether these are names of a model with a vision tower."""
+    return any(name.startswith(TOWER) for name in own)

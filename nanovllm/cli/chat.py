@@ -86,6 +86,7 @@ class Chat:
         if self.has_template:  # the renderer refuses a model without a tokenizer
             self._renderer = ChatRenderer(
                 tokenizer,
+                llm.image_prompts,
                 chat_template=None,
                 add_generation_prompt=True,
                 continue_final_message=False,

@@ -17,6 +17,7 @@ from nanovllm.requests.intake import Intake
 from nanovllm.requests.request import CheckedRequest, Listener
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.encoder_cache import EncoderCache
 from nanovllm.updates.memory import Memory, RankMemory
 from nanovllm.windows.sliding_blocks import make_block_manager
 
@@ -134,7 +135,7 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         config: the engine's options.
         entrance: way in for its requests.
     """
-    pool, num_blocks = runner.built.pool, runner.built.num_blocks
+    pool, num_blocks, encoder = runner.built.pool, runner.built.num_blocks, runner.built.encoder
     scheduler = Scheduler(
         _make_block_manager(config, pool, num_blocks),
         max_num_seqs=pool.max_num_seqs,
@@ -143,6 +144,7 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         eos_token_ids=entrance.eos_token_ids,
         mixed_steps=config.mixed_steps,
         keeps_states=pool.sequence_bytes > 0,
+        images=EncoderCache(None if encoder is None else encoder.facts),
     )
     overlap = runner.built.device.type == "cuda" if config.overlap is None else config.overlap
     return Parts(

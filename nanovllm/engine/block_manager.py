@@ -131,6 +131,8 @@ class BlockManager:
             if block_id is None or not self._holds(self.blocks[block_id], parent, seq.block(i)):
                 break
             hits.append(self.blocks[block_id])
+        while hits and seq.cuts_an_image(len(hits) * self.block_size):
+            hits.pop()
         return hits
 
     @staticmethod

@@ -94,7 +94,8 @@ class EngineCore(Core[Request]):
             self._scheduler.advance(scheduled)
             noted = None
             if self.timeline is not None:
-                noted = self.timeline.launch(scheduled, self._executor.waited)
+                executor = self._executor
+                noted = self.timeline.launch(scheduled, executor.waited, executor.encoded)
             self.in_flight.append(InFlightStep(scheduled, tokens, launched_at, noted))
         self._launching = False
 

@@ -18,7 +18,13 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan, mark_sent, plan_step
-from nanovllm.engine.sequence import InFlightStep, Pending, ScheduledSequence
+from nanovllm.engine.sequence import (
+    NO_IMAGES,
+    Encoded,
+    InFlightStep,
+    Pending,
+    ScheduledSequence,
+)
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.ranks.letter import letter
 from nanovllm.ranks.meeting import Meeting
@@ -26,6 +32,7 @@ from nanovllm.ranks.processes import WorkerError, clear_frames
 from nanovllm.ranks.workers import Workers
 from nanovllm.sampling.control_table import ControlTable, LastTokens
 from nanovllm.sampling.controls import Controls
+from nanovllm.scheduling.encoder_cache import Encoding, encoding_of
 from nanovllm.startup.builder import Builder
 from nanovllm.utils.device import host_array, resolve_device
 from nanovllm.utils.forks import check_threads
@@ -40,11 +47,14 @@ class Executor:
         model_runner: runner of rank 0, once started.
         is_broken: whether an error has left the ranks in different states.
         waited: since when and until when `run` last waited for tokens, by time.perf_counter.
+        encoded: number of images that the last step encoded, and since when and until when that was
+            launched.
     """
 
     def __init__(self, config: Config, model_config: ModelConfig) -> None:
         self._config, self._model_config = config, model_config
         self.is_broken, self.waited = False, (0.0, 0.0)
+        self.encoded = NO_IMAGES
         self.model_runner: ModelRunner | None = None
         self._group = Group(0, config.tensor_parallel_size)
         self._device = resolve_device(config.device, 0, config.tensor_parallel_size)
@@ -111,7 +121,9 @@ class Executor:
             WorkerError: if a worker has died.
         """
         assert self.model_runner is not None, "not started"
-        plan = plan_step(scheduled)
+        plan, self.encoded = plan_step(scheduled), NO_IMAGES
+        if plan.placed.size and (images := encoding_of(scheduled)) is not None:
+            self._encode(images)
         if self._workers is not None:
             with self._all_or_none(Exception):  # Ctrl-C does no harm here
                 self._workers.wait_for_room()
@@ -127,6 +139,18 @@ class Executor:
                 raise
             mark_sent(scheduled)
         return tokens
+
+    def _encode(self, images: Encoding) -> None:
+        """Launch what encodes images, on all ranks: each has the whole tower."""
+        assert self.model_runner is not None, "not started"
+        since = time.perf_counter()
+        if self._workers is not None:
+            with self.on_all_ranks("encode", *images) as runner:
+                runner.encode(*images)
+        else:
+            with uninterrupted(), without_modes():
+                self.model_runner.encode(*images)
+        self.encoded = Encoded(len(images.pixels), since, time.perf_counter())
 
     def _controls_of(
         self, plan: StepPlan, scheduled: list[ScheduledSequence], newest: InFlightStep | None

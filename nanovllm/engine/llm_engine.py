@@ -22,7 +22,7 @@ from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.assembly import AnyExecutor, Entrance, Parts, assemble, make_entrance
 from nanovllm.engine.executor import Executor
-from nanovllm.models.loader import as_stored, check_adapters
+from nanovllm.models.loader import as_stored, check_adapters, with_what_it_needs_to_see
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
 from nanovllm.requests.intake import OnError
@@ -74,7 +74,12 @@ class LLMEngine:
         directory = checkpoint_directory(config.model, config.revision, weights=weights)
         adapters = adapter_directories(config.adapters)
         self.config = replace(config, model=directory, adapter=adapters)
-        self.model_config = ModelConfig.from_pretrained(self.config.model)
+        self.model_config = ModelConfig.from_pretrained(
+            self.config.model, language_model_only=config.language_model_only
+        )
+        self.model_config = with_what_it_needs_to_see(
+            self.model_config, Path(directory), has_weights=weights
+        )
         if weights:
             self.model_config = as_stored(self.model_config, Path(directory))
             check_adapters(open_adapters(adapters), Path(directory), self.model_config)

@@ -10,7 +10,9 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nanovllm.config import Config
 from nanovllm.engine.plan import Batch, StepPlan, build_batch
@@ -105,6 +107,16 @@ class ModelRunner:
         """A whole step, on a rank above 0."""
         self.finish(self.launch(plan), None)
 
+    def encode(self, pixels: list[NDArray[np.uint8]], rows: list[Int32]) -> None:
+        """Launch what encodes images into the store, before the step that needs them; see
+        `Encoder.encode_into`.
+        """
+        assert self.built.encoder is not None, "the model has no tower"
+        with computing_on(self.built.device):
+            if self.timer is not None:
+                self.timer.begin_with_images()
+            self.built.encoder.encode_into(pixels, rows)
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch the model for a step, the same on all ranks, and sample without controls."""
         began, table = time.perf_counter(), self.built.table
@@ -117,10 +129,13 @@ class ModelRunner:
                 self._copy_states(plan.loads)
             every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
             computed = None
-            if self.graphs is not None and not every_row:
+            if self.graphs is not None and not every_row and batch.images is None:
                 computed = self.graphs.replay(batch, self.timer)
             if computed is None:
                 inputs = to_device(batch, device, every_row)
+                if batch.images is not None:
+                    assert self.built.encoder is not None, "the model has no tower"
+                    inputs = self.built.encoder.give(inputs, batch.images)
                 if self.timer is not None:
                     self.timer.begin()
                 computed = self.built.step.run_model(inputs)

@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.sequence import ScheduledSequence, Sent, Sequence
+from nanovllm.images.stored import Span
+from nanovllm.scheduling.encoder_cache import placed_rows
 from nanovllm.scheduling.prefixes import SharedPrefixes, find_shared_prefixes
 from nanovllm.utils.arrays import Int32
 
@@ -46,6 +48,8 @@ FACTS = {
     "logprob_divisors": Fact(
         np.float32, lambda seq: 0.0 if seq.controls is None else seq.controls.own_divisor, "samples"
     ),
+    # Positions of tokens behind a prompt, less their indices: images have fewer than tokens.
+    "position_deltas": Fact(np.int32, lambda seq: seq.position_delta),
 }
 
 
@@ -74,6 +78,8 @@ class StepPlan(NamedTuple):
     # block id
     new_blocks: Int32
     loads: Int32  # [2, l]: rows of snapshots, and slots whose states begin with these
+    # [6, n]: rows up to the last image of their prompts, see `placed_rows`
+    placed: Int32
     saves: Int32  # [2, s]: slots, and rows that take a snapshot of their states behind this step
     joined: Int32  # [J], slots whose sequence the ranks do not know yet
     facts: NDArray[np.void]  # [J] of `fact_dtype`
@@ -119,6 +125,7 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
         token_ids=np.fromiter(tokens, dtype=np.int32, count=int(num_tokens.sum())),
         new_blocks=np.array(added, np.int32).reshape(-1, 4).T,
         loads=_pairs([(seq.kv.row, seq.slot) for seq in joined if seq.kv.row]),
+        placed=placed_rows(scheduled),
         saves=_pairs([(item.seq.slot, item.save) for item in scheduled if item.save]),
         joined=np.array([seq.slot for seq in joined], np.int32),
         facts=np.array(
@@ -164,16 +171,39 @@ def mark_sent(scheduled: Iterable[ScheduledSequence]) -> None:
 
 
 def max_plan_bytes(
-    max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int, num_tables: int = 1
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_blocks: int,
+    num_tables: int = 1,
+    has_images: bool = False,
 ) -> int:
     """Bytes that no plan exceeds: a row of each array for all sequences, all their blocks new.
 
     Args:
         max_blocks: blocks of the longest sequence.
         num_tables: number of tables of a sequence, see `SlotTable`.
+        has_images: whether prompts may have images.
     """
-    words = max_num_batched_tokens + max_num_seqs * (11 + 4 * max_blocks * num_tables)
+    words = max_num_batched_tokens * (7 if has_images else 1) + max_num_seqs * (
+        11 + 4 * max_blocks * num_tables
+    )
     return 4 * words + max_num_seqs * fact_dtype().itemsize
+
+
+class BatchImages(NamedTuple):
+    """The images of a step.
+
+    Attributes:
+        rows: [n], rows of [T] that have an embedding of an image.
+        stored: [n], rows of the store that have these.
+        positions: [3, T], positions of all tokens on the axes of time, height and width.
+        spans: images of the step.
+    """
+
+    rows: Int32
+    stored: Int32
+    positions: Int32
+    spans: tuple[Span, ...]
 
 
 NO_SLOTS, NO_TABLES = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
@@ -187,7 +217,7 @@ class Batch(NamedTuple):
 
     num_decodes: int
     input_ids: Int32  # [T], -1 where a decode's token is known to the device only
-    positions: Int32  # [T]
+    positions: Int32  # [T], for rotation: behind images they are less than the token's index
     slot_mapping: Int32  # [T]
     context_lens: Int32  # [B]
     block_tables: Int32  # [B, W], zeros past a sequence's blocks
@@ -202,6 +232,7 @@ class Batch(NamedTuple):
     # Those of layers that slide, where others see all tokens; [0] and [0, 0]: of all layers alike.
     window_slot_mapping: Int32 = NO_SLOTS  # [T]
     window_tables: Int32 = NO_TABLES  # [B, W]
+    images: BatchImages | None = None  # where prompts compute placeholders
 
     @property
     def scored(self) -> NDArray[np.bool_]:
@@ -246,7 +277,7 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
     num_decodes = int(is_prefill.argmax()) if is_prefill.any() else len(counts)
     ends = np.cumsum(counts)  # [B], row after each sequence's last
     rows = np.repeat(np.arange(len(counts)), counts)  # [T], the sequence of each token
-    positions = np.arange(len(rows)) - np.repeat(ends - counts - starts, counts)
+    indices = np.arange(len(rows)) - np.repeat(ends - counts - starts, counts)
     context_lens = starts + counts
     width = -(-int(context_lens.max()) // block_size)
     used = np.arange(width) * block_size < context_lens[:, None]
@@ -255,12 +286,20 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
     prefixes, n = None, num_decodes
     if members:
         prefixes = find_shared_prefixes(block_tables[:n], context_lens[:n], block_size, members)
-    columns, offsets = positions // block_size, positions % block_size
+    columns, offsets = indices // block_size, indices % block_size
+    facts = table.facts[plan.slots]
+    positions = (indices + facts["position_deltas"][rows]).astype(np.int32)
+    input_ids, images = plan.token_ids, None
+    if plan.placed.size:
+        images = _place_images(positions, plan.placed, rows, indices)
+    if images is not None:  # the placeholder may be none of the vocabulary
+        input_ids = input_ids.copy()
+        input_ids[images.rows] = 0
     slots = [(each[rows, columns] * block_size + offsets).astype(np.int32) for each in tables]
     return Batch(
         num_decodes=num_decodes,
-        input_ids=plan.token_ids,
-        positions=positions.astype(np.int32),
+        input_ids=input_ids,
+        positions=positions,
         slot_mapping=slots[0],
         context_lens=context_lens,
         block_tables=block_tables,
@@ -269,12 +308,38 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
         slots=plan.slots,
         samples=samples,
         sample_rows=(ends[samples] - 1).astype(np.int32),
-        facts=table.facts[plan.slots],
+        facts=facts,
         token_rows=rows.astype(np.int32),
         prefixes=prefixes,
         window_slot_mapping=slots[1] if len(tables) > 1 else NO_SLOTS,
         window_tables=tables[1] if len(tables) > 1 else NO_TABLES,
+        images=images,
     )
+
+
+def _place_images(
+    positions: Int32, placed: Int32, sequences: NDArray[np.int64], indices: NDArray[np.int64]
+) -> BatchImages | None:
+    """The images of a step; None: it has no placeholder. Positions of text among images, alike on
+    all axes, are written to `positions`: [T].
+
+    Args:
+        positions: [T], for rotation.
+        placed: see `placed_rows`.
+        sequences, indices: [T], row and index of each token's sequence.
+    """
+    rows, stored, numbers, *axes = placed
+    positions[rows] = axes[0]
+    has_image = stored >= 0
+    if not has_image.any():
+        return None
+    of_all = np.stack([positions] * 3)
+    of_all[:, rows] = axes
+    _, firsts, counts = np.unique(numbers[has_image], return_index=True, return_counts=True)
+    begins = rows[has_image][firsts]
+    facts = begins, counts, sequences[begins], indices[begins]
+    spans = tuple(map(Span, *(fact.tolist() for fact in facts)))
+    return BatchImages(rows[has_image], stored[has_image], of_all, spans)
 
 
 def running_sum(lens: NDArray[np.integer]) -> Int32:

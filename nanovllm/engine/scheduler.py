@@ -30,6 +30,7 @@ from nanovllm.engine.sequence import (
 )
 from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.scheduling.admission import AdmissionControl, LengthEstimator
+from nanovllm.scheduling.encoder_cache import EncoderCache
 from nanovllm.scheduling.stopping import NOT_NUMBERS, end_of, failure_of
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Scheduler:
         eos_token_ids: tokens that end a sequence with "stop", unless it ignores them.
         mixed_steps: prefills run beside decodes; without, they run alone and before them.
         keeps_states: the model has a state for each sequence, so no step may run twice.
+        images: books of encoded images; None: prompts have no images.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Scheduler:
         eos_token_ids: Collection[int],
         mixed_steps: bool = True,
         keeps_states: bool = False,
+        images: EncoderCache | None = None,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "a step must have room for every decode"
         self.max_num_seqs = max_num_seqs
@@ -69,6 +72,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.mixed_steps, self.keeps_states = mixed_steps, keeps_states
+        self.images = images or EncoderCache()
         self.lengths = LengthEstimator(max_model_len)
         self.num_preemptions = self.num_failures = 0
         self._begin(block_manager)
@@ -86,8 +90,10 @@ class Scheduler:
     def reset(self) -> None:
         """Drop every request and every cached block, whatever state the books are in."""
         self._begin(self.block_manager.fresh())
+        self.images.forget()
 
     def add(self, seq: Sequence) -> None:
+        self.images.join(seq)
         self.waiting[seq] = None
 
     def is_finished(self) -> bool:
@@ -120,6 +126,7 @@ class Scheduler:
             before the step in flight is booked.
         """
         budget = self.max_num_batched_tokens
+        self.images.begin_step()
         if not self._num_in_flight:  # steps that were dropped book nothing
             self.block_manager.drop_all_saves()
         if not self.mixed_steps and (prefills := self._schedule_prefills(budget, admits=True)):
@@ -142,7 +149,9 @@ class Scheduler:
         decoding = [
             seq
             for seq in self.running
-            if seq.num_uncomputed_tokens <= DECODE_TOKENS and not self._reaches_its_end(seq)
+            if seq.num_uncomputed_tokens <= DECODE_TOKENS
+            and seq.num_computed_tokens >= seq.images_end
+            and not self._reaches_its_end(seq)
         ]
         short = [seq for seq in decoding if self.block_manager.is_short(seq)]
         if self._num_in_flight and not self.block_manager.can_append(*short):
@@ -169,16 +178,28 @@ class Scheduler:
         scheduled = []
         for seq in self.running:
             if budget and self._is_prefilling(seq):
-                item = ScheduledSequence.of(seq, budget)
-                if not self.block_manager.can_append(seq, end=item.end):
+                item = self._next_tokens(seq, budget)
+                if item is None or not self.block_manager.can_append(seq, end=item.end):
                     admits = False  # others would take what it waits for
                     continue
                 self.block_manager.may_append(seq, item.end)
+                self.images.take(item)
                 scheduled.append(item)
                 budget -= item.num_tokens
         if admits:
             scheduled += self._admit(budget)
         return self.block_manager.cut(scheduled, self.waiting)
+
+    def _next_tokens(self, seq: Sequence, budget: int) -> ScheduledSequence | None:
+        """The uncomputed tokens of a running sequence, at most `budget`, and none of an image that
+        the step cannot encode; None: there is nothing before it.
+        """
+        start = seq.num_computed_tokens
+        end = self.images.reach(seq, start, min(seq.num_tokens, start + budget))
+        if end == start:
+            self.images.close()
+            return None
+        return ScheduledSequence.of(seq, end - start)
 
     def _schedule_oldest(self, budget: int) -> list[ScheduledSequence]:
         """The step where all wait for blocks: the oldest that runs gets those of the youngest.
@@ -186,25 +207,31 @@ class Scheduler:
         Blocks of two sizes may leave no room between them. A sequence that runs alone starts again
         then, and one that starts alone does so without what the cache has.
         """
-        if self.running:
-            item = ScheduledSequence.of(self.running[0], budget)
-            while self.running and not self.block_manager.can_append(item.seq, end=item.end):
-                self.preempt(self.running[-1])
-            if self.running:
+        self.images.begin_step()
+        while self.running:
+            item = self._next_tokens(self.running[0], budget)
+            if item is not None and self.block_manager.can_append(item.seq, end=item.end):
                 self.block_manager.may_append(item.seq, item.end)
+                self.images.take(item)
                 return self.block_manager.cut([item], self.waiting)
+            self.preempt(self.running[-1])
+            self.images.begin_step()
         if not self.waiting:
             return []
         seq, _ = self.waiting.popitem(last=False)
         self._refused = None
-        self._start(seq, [], min(seq.num_tokens, budget))
-        return [ScheduledSequence.of(seq, budget)]
+        end = self.images.reach(seq, 0, min(seq.num_tokens, budget))
+        return [self._start(seq, [], end)]
 
     def _is_prefilling(self, seq: Sequence) -> bool:
         # A single token left of a prompt is computed as a decode, but belongs with the prompts
         # where those come first.
         in_prompt = seq.num_computed_tokens < seq.num_prompt_tokens
-        return seq.num_uncomputed_tokens > DECODE_TOKENS or (in_prompt and not self.mixed_steps)
+        return (
+            seq.num_uncomputed_tokens > DECODE_TOKENS
+            or seq.num_computed_tokens < seq.images_end
+            or (in_prompt and not self.mixed_steps)
+        )
 
     def _reaches_its_end(self, seq: Sequence) -> bool:
         """Whether the pending token is the last, so that nothing is left to compute."""
@@ -227,14 +254,16 @@ class Scheduler:
                 del self.waiting[seq]
                 postponed.append(seq)
                 continue
-            end = min(seq.num_tokens, len(hits) * self.block_manager.block_size + budget)
+            start = len(hits) * self.block_manager.block_size
+            end = self.images.reach(seq, start, min(seq.num_tokens, start + budget))
+            if end == start:  # others hold what it needs, and will have done with it
+                break
             if not admission.fits(seq, hits, end):
                 self._refused = seq
                 break
             del self.waiting[seq]
-            self._start(seq, hits, end)
+            admitted.append(self._start(seq, hits, end))
             admission.admitted(seq)
-            admitted.append(ScheduledSequence.of(seq, budget))
             budget -= admitted[-1].num_tokens
         self._put_at_head(postponed)
         return admitted
@@ -248,15 +277,20 @@ class Scheduler:
             self.waiting[seq] = None
             self.waiting.move_to_end(seq, last=False)
 
-    def _start(self, seq: Sequence, hits: list[Block], end: int) -> None:
+    def _start(self, seq: Sequence, hits: list[Block], end: int) -> ScheduledSequence:
+        """Let a sequence run. Returns its tokens after the `hits`, up to `end`."""
         seq.num_computed_tokens = self.block_manager.allocate(seq, hits, end)
         if not seq.num_preemptions:  # one that resumes finds its own blocks
             seq.num_cached_tokens = seq.num_computed_tokens
+            self.images.started(seq)
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
         seq.started_at = seq.started_at or time.perf_counter()
         seq.sent = Sent()
         bisect.insort(self.running, seq, key=_arrival)
+        item = ScheduledSequence.of(seq, end - seq.num_computed_tokens)
+        self.images.take(item)
+        return item
 
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks of a running sequence, for others."""
@@ -294,11 +328,13 @@ class Scheduler:
             self._take_back(self.running[-1])
         for seq in self.waiting:
             seq.forget_prompt_logprobs()
+        self.images.forget()
         self.block_manager, self._refused = self.block_manager.fresh(), None
 
-    def advance(self, scheduled: Iterable[ScheduledSequence]) -> None:
+    def advance(self, scheduled: list[ScheduledSequence]) -> None:
         """Count the tokens of a step that has been launched; those it samples are pending."""
         self._num_in_flight += 1
+        self.images.launched(scheduled)
         for seq, _, num_tokens, samples, _ in scheduled:
             seq.num_computed_tokens += num_tokens
             if samples:
@@ -371,6 +407,7 @@ class Scheduler:
         # A step in flight may still write the sequence's last block and its slot. Whoever gets
         # them next writes them in a later step, and reads only what it has written.
         self.block_manager.deallocate(seq)
+        self.images.release(seq)
         seq.num_computed_tokens = 0
         if seq.slot >= 0:
             self._free_slots.append(seq.slot)
@@ -412,4 +449,5 @@ class Scheduler:
             "num_running": len(self.running),
             "num_preemptions": self.num_preemptions,
             **self.block_manager.describe(),
+            **self.images.describe(),
         }

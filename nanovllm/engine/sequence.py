@@ -17,6 +17,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.token_sets import TokenSets
 
 if TYPE_CHECKING:
+    from nanovllm.images.image import PlacedImage
+    from nanovllm.images.stored import ImageState
     from nanovllm.requests.detokenizer import Detokenizer
     from nanovllm.sampling.request_controls import RequestControls
     from nanovllm.sampling.structured_output import Grammar
@@ -108,8 +110,8 @@ class Sequence:
     lies in block `block_table[i // block_size]` at offset `i % block_size`. The last `num_pending`
     tokens are `PENDING`: that step samples them, and the device alone knows them so far.
 
-    The scheduler alone writes it, but for the values of others: `kv`, `results`, `sent`, `grammar`
-    and `detokenizer`. Times are seconds of time.perf_counter.
+    The scheduler alone writes it, but for the values of others: `kv`, `results`, `sent`, `grammar`,
+    `detokenizer` and `image_state`. Times are seconds of time.perf_counter.
     """
 
     seq_id: int  # grows with arrival
@@ -124,11 +126,13 @@ class Sequence:
     detokenizer: Detokenizer | None = None  # where its text is needed on the way
     results: Results = field(default_factory=Results)
     pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"
+    images: tuple[PlacedImage, ...] = ()  # of the prompt, in order
     arrived_at: float = field(default_factory=time.perf_counter)
     seed: InitVar[int] = 0  # the engine's
     completion: InitVar[Collection[int]] = ()  # of one that began elsewhere
 
     num_prompt_tokens: int = field(init=False)
+    images_end: int = field(init=False)  # the index after the last placeholder; 0 without images
     max_tokens: int = field(init=False)  # to generate
     random_key: tuple[int, int] = field(
         init=False
@@ -143,12 +147,15 @@ class Sequence:
     num_pending: int = 0
     num_preemptions: int = 0
     slot: int = -1  # while running: its row in what the ranks remember of it, from 1 on
+    position_delta: int = 0  # position of a token behind the prompt, less its index
+    image_state: ImageState | None = None  # of a sequence with images, in the queue
     sent: Sent = field(default_factory=Sent)
     kv: KVBlocks = field(default_factory=KVBlocks)
 
     def __post_init__(self, seed: int, completion: Collection[int]) -> None:
         assert self.token_ids, "a sequence has at least one prompt token"
         self.num_prompt_tokens = len(self.token_ids)
+        self.images_end = self.images[-1].end if self.images else 0
         self.token_ids = [*self.token_ids, *completion]
         params = self.sampling_params
         self.max_tokens = params.max_tokens or NO_LIMIT
@@ -231,9 +238,27 @@ class Sequence:
         return self.kv.table
 
     def block(self, i: int) -> list[int]:
-        """Token ids of block `i`."""
+        """Token ids of block `i`. Those of placeholders are the stand-ins of their images, which
+        tell one image from another.
+        """
         assert 0 <= i < self.num_blocks, f"block {i} of {self.num_blocks}"
-        return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
+        begin, end = i * self.block_size, (i + 1) * self.block_size
+        token_ids = self.token_ids[begin:end]
+        if begin < self.images_end:
+            assert self.image_state is not None, f"{self!r} is not in the queue"
+            for placed, stand_in in zip(self.images, self.image_state.stand_ins, strict=True):
+                first, last = max(begin, placed.offset), min(end, placed.end)
+                if first < last:
+                    token_ids[first - begin : last - begin] = [stand_in] * (last - first)
+        return token_ids
+
+    def cuts_an_image(self, position: int) -> bool:
+        """Whether tokens that see each other lie before this index and behind it."""
+        if position >= self.images_end or self.image_state is None:
+            return False
+        return self.image_state.are_whole and any(
+            placed.offset < position < placed.end for placed in self.images
+        )
 
     def append_token(self, token_id: int) -> None:
         """Append a token, or `PENDING` for one that a step on its way samples."""
@@ -298,6 +323,23 @@ class Pending(Protocol):
 
     def wait(self) -> list[int]: ...
     def device_seconds(self) -> tuple[float, float] | None: ...
+    def encoding_seconds(self) -> float | None: ...
+
+
+class Encoded(NamedTuple):
+    """The images that a step encoded.
+
+    Attributes:
+        num_images: number of them.
+        since, until: times when that was launched, in seconds of time.perf_counter.
+    """
+
+    num_images: int
+    since: float
+    until: float
+
+
+NO_IMAGES = Encoded(0, 0.0, 0.0)
 
 
 class InFlightStep(NamedTuple):

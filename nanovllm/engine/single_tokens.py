@@ -111,5 +111,6 @@ def _single(context: Context, row: int, sequence: int, length: int | None) -> Co
         prefixes=None,
         window_slot_mapping=None if slots is None else slots[token],
         window_tables=None if tables is None else tables[own],
+        images=None if context.images is None else context.images.of_row(row),
         shared={},
     )

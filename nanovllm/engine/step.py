@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nanovllm.sampling.extras import Extras
     from nanovllm.updates.sleeper import Sleeper
     from nanovllm.updates.weights import Weights
+    from nanovllm.vision.encoder import Encoder
 
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of a model
 ComputeLogits: TypeAlias = Callable[..., torch.Tensor]  # `Qwen3ForCausalLM.compute_logits`
@@ -115,6 +116,7 @@ class Built:
         compiler: compiles kernels beside this process; None where none are.
         weights: the model's weights, to be filled again.
         sleeper: gives the memory back; None without `enable_sleep_mode`.
+        encoder: encodes images; None: the model reads none.
     """
 
     device: torch.device
@@ -130,6 +132,7 @@ class Built:
     compiler: Compiler | None
     weights: Weights
     sleeper: Sleeper | None
+    encoder: Encoder | None = None
 
     @property
     def pool_tokens(self) -> int:

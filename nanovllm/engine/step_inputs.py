@@ -169,3 +169,7 @@ class PendingTokens:
     def device_seconds(self) -> tuple[float, float] | None:
         """Seconds that the device waited for the step, and computed it; None if it is not timed."""
         return None if self._span is None else self._span.seconds()
+
+    def encoding_seconds(self) -> float | None:
+        """Seconds of these that the device encoded images; None if the step is not timed."""
+        return None if self._span is None else self._span.encoding_seconds()

@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.attention.base import QKV
+from nanovllm.attention.images import attend_in_images
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.base import Build, State, StatefulLayer
 from nanovllm.layers.layernorm import RMSNorm
@@ -125,13 +126,13 @@ class Attention(StatefulLayer):
             qkv.shape[-3] == context.num_decodes <= self.max_fused_decodes
             and context.prefixes is None
         ):
-            how = self._norm_rope(positions, context.slot_mapping)
+            how = self._norm_rope(positions, context)
             out = self._own_decode(qkv, how, self.cache, context)
         else:
             if self.build.fused:
                 from nanovllm.kernels.attention.rope import qk_norm_rope_store
 
-                how = self._norm_rope(positions, context.slot_mapping)
+                how = self._norm_rope(positions, context)
                 dtype, fixed_order = self.build.dtype, self.build.fixed_order
                 qkv = qk_norm_rope_store(qkv, how, self.cache, dtype, fixed_order)
                 q, k, v = qkv.split(self.head_counts, dim=1)
@@ -140,13 +141,16 @@ class Attention(StatefulLayer):
                 if self.norms is not None:
                     q_norm, k_norm = self.norms
                     q, k = q_norm(q), k_norm(k)
-                q, k = self.rope(positions, q), self.rope(positions, k)
+                turned = context.rotations
+                q, k = self.rope(positions, q, turned), self.rope(positions, k, turned)
                 if self.build.cache_dtype == FP8:
                     k, v = rounded(k), rounded(v)
                 self.backend.store_kvcache(k, v, self.cache, context.slot_mapping)
             if self.rope.query_scale is not None:
                 q = q * self.rope.query_scale[positions].to(q.dtype)[:, None, None]
             out = self.backend.attend(QKV(q, k, v), self.cache, context, self.scoring)
+            if context.images is not None and context.images.spans:
+                attend_in_images(q, out, self.cache, context, self.scoring)
         rows = self.kept_rows()
         return out.flatten(1) if rows is None else out.flatten(1).index_select(0, rows)
 
@@ -154,12 +158,14 @@ class Attention(StatefulLayer):
         """The rows of a step that the layer returns: [n] int32; None: all."""
         return get_context().kept_rows if self.is_last else None
 
-    def _norm_rope(self, positions: torch.Tensor, slots: torch.Tensor) -> QKNormRope:
-        norms, plus_one = None, False
+    def _norm_rope(self, positions: torch.Tensor, context: Context) -> QKNormRope:
+        norms, plus_one, turn = None, False, self.rope.turn
+        if context.rotations is not None:
+            turn = turn._replace(cos_sin=context.rotations)
         if self.norms is not None:
             q_norm, k_norm = self.norms
             norms, plus_one = (q_norm.weight, k_norm.weight, q_norm.eps), q_norm.plus_one
-        return QKNormRope(norms, plus_one, self.rope.turn, positions, slots)
+        return QKNormRope(norms, plus_one, turn, positions, context.slot_mapping)
 
     def _own_decode(
         self, qkv: torch.Tensor, how: QKNormRope, cache: KVCache, context: Context

@@ -9,11 +9,12 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.bulk import Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Layer
-from nanovllm.layers.sequence_parallel import gather_owned_rows, sum_over_ranks
+from nanovllm.layers.sequence_parallel import embed_images, gather_owned_rows, sum_over_ranks
 from nanovllm.layers.weights.int8_head import in_int8
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.layers.weights.tied import TiedWeight
 from nanovllm.layers.weights.weight import PlainWeight, Weight
+from nanovllm.tensors.image_rows import ImageRows
 
 
 def vocab_span(vocab_size: int) -> int:
@@ -64,8 +65,12 @@ class VocabParallelEmbedding(Layer):
         rows = Part(self.vocab, self.config.vocab_size)
         return self.weight.shards(path, 0, rows, Part.whole(self.config.hidden_size))
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor | Scattered:
-        """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`)."""
+    def forward(
+        self, input_ids: torch.Tensor, images: ImageRows | None = None
+    ) -> torch.Tensor | Scattered:
+        """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`). Rows of `images` are
+        theirs.
+        """
         group = self.build.group
         if group.size == 1:
             rows = F.embedding(input_ids, self.weight.data)
@@ -73,6 +78,8 @@ class VocabParallelEmbedding(Layer):
             rows = gather_owned_rows(self.weight.data, input_ids, self.vocab)
         if self.multiplier != 1.0:
             rows *= self.multiplier
+        if images is not None:
+            embed_images(rows, images, group)
         return sum_over_ranks(rows, group)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -258,14 +258,18 @@ class StackedExperts(NumberedExperts):
 
 
 class PackedExperts(Experts):
-    """Experts that the checkpoint packs into one tensor for all, gate and up interleaved
-    (gpt-oss).
+    """Experts that the checkpoint packs into one tensor for all, inputs before outputs, gate and up
+    interleaved (gpt-oss) or one after the other (Qwen3-VL-MoE).
     """
+
+    interleaves: ClassVar[bool] = True
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         experts, outputs, inner = Part.whole(self.facts.num_experts), self.outputs, self.part
-        interleaved = [2 * i for i in inner.held] + [2 * i + 1 for i in inner.held]
-        gate_up = Part(interleaved, 2 * inner.total)
+        gate_up = Part.packed([inner, inner])
+        if self.interleaves:
+            interleaved = [2 * i for i in inner.held] + [2 * i + 1 for i in inner.held]
+            gate_up = Part(interleaved, 2 * inner.total)
         for name, weight, rows, columns in (
             ("gate_up_proj", self.gate_up, gate_up, outputs),
             ("down_proj", self.down, outputs, inner),
@@ -276,9 +280,16 @@ class PackedExperts(Experts):
                 yield from weight.of_stored(of_both)
                 continue
             yield f"{path}.{name}", Shard(self.of_each(weight).mT, (experts, columns, rows))
-        assert self.gate_up_bias is not None and self.down_bias is not None
+        if self.gate_up_bias is None or self.down_bias is None:
+            return
         yield f"{path}.gate_up_proj_bias", Shard(self.gate_up_bias.data, (experts, gate_up))
         yield f"{path}.down_proj_bias", Shard(self.down_bias.data, (experts, outputs))
+
+
+class JoinedExperts(PackedExperts):
+    """The same, gate and up one after the other."""
+
+    interleaves = False
 
 
 class SparseMLP(MLP):

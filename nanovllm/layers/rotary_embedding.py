@@ -58,10 +58,29 @@ class RotaryEmbedding(nn.Module):
         """The rotation for kernels."""
         return Turn(self.cos_sin, self._rope.rotary_dim, self._rope.interleaved)
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Rotate x: [T, H, D] to its positions: [T] int32."""
+    def by_axes(self, positions: torch.Tensor, axes: torch.Tensor) -> torch.Tensor:
+        """The rotations of tokens with several positions: of each pair, that by the position on its
+        axis.
+
+        Args:
+            positions: [number of axes, T] int32.
+            axes: [D / 2] int64, axis of each pair.
+
+        Returns:
+            [T, D] float32, in the form of `cos_sin`.
+        """
+        rows = positions.index_select(0, axes.repeat(2)).T  # [T, D]
+        return self.cos_sin.gather(0, rows.long())
+
+    def forward(
+        self, positions: torch.Tensor, x: torch.Tensor, rotations: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rotate x: [T, H, D] to its positions: [T] int32, which are rows of `rotations` if they
+        are given (see `Context.rotations`).
+        """
+        table = self.cos_sin if rotations is None else rotations
         # [T, 1, D/2] each
-        cos, sin = self.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         if self.order is not None:
             x = x.index_select(-1, self.order)
         x1, x2 = x.float().chunk(2, dim=-1)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Hidden
+from nanovllm.tensors.image_rows import ImageRows
 from nanovllm.utils.context import get_context
 
 
@@ -88,3 +89,28 @@ def _kept_rows() -> torch.Tensor:
     rows = get_context().kept_rows
     assert rows is not None, "x and residual have different rows"
     return rows
+
+
+def embed_images(rows: torch.Tensor, images: ImageRows, group: Group) -> None:
+    """Write embeddings of images over those of their tokens in rows: [T, M], whose sum over the
+    ranks follows: rank 0 has them.
+    """
+    if group.rank == 0:
+        rows.index_copy_(0, images.rows, images.values[:, 0])
+    else:
+        rows.index_fill_(0, images.rows, 0)
+
+
+def add_images(residual: Residual, images: ImageRows, i: int) -> None:
+    """Add to the residual stream behind layer i what images have for it, if anything."""
+    if i + 1 >= images.values.shape[1]:
+        return
+    values = images.values[:, i + 1]
+    if isinstance(residual, Owned):
+        places = images.rows - residual.held.start
+        nearest = places.clamp(0, len(residual.rows) - 1)
+        is_own = (places == nearest) & (places < len(residual.held))
+        residual.rows.index_add_(0, nearest, values * is_own.unsqueeze(1))
+        return
+    assert residual is not None, "a layer has been computed"
+    residual.index_add_(0, images.rows, values)

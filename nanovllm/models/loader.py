@@ -27,13 +27,15 @@ from torch import nn
 
 from nanovllm.adapters.adapter import Adapter
 from nanovllm.adapters.merge import Merge
-from nanovllm.checkpoint.files import ADAPTER, INDEX, has_file, read_json
+from nanovllm.checkpoint.files import ADAPTER, INDEX, PROCESSORS, has_file, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.names import (
     EMBEDDING,
     HEAD,
+    OTHER_PARTS,
     UNUSED,
     as_saved,
+    has_tower,
     left_out_prefixes,
     other_names,
 )
@@ -133,20 +135,49 @@ def shards_of_all(model: nn.Module) -> dict[str, Shard]:
     return found
 
 
+def with_what_it_needs_to_see(
+    config: ModelConfig, directory: Path, *, has_weights: bool
+) -> ModelConfig:
+    """The facts of a checkpoint, as of a model of text if it lacks its vision tower or its image
+    processor: some are saved so.
+    """
+    if config.vision is None:
+        return config
+    lacks = ""
+    if not any(has_file(directory / name) for name in PROCESSORS):
+        lacks = " or ".join(PROCESSORS)
+    elif has_weights and not any(n.startswith(OTHER_PARTS) for n in find_weights(directory)):
+        lacks = "vision tower, which config.json describes"
+    if not lacks:
+        return config
+    logger.warning("%s has no %s: it is read as a model of text", directory, lacks)
+    return replace(config, vision=None)
+
+
 def as_stored(config: ModelConfig, directory: Path) -> ModelConfig:
     """The facts of a checkpoint, with those that only its tensors tell."""
-    has_shared = config.experts is not None and config.experts.has_shared
-    if not (config.tie_word_embeddings or config.delta_net is not None or has_shared):
+    experts = config.experts
+    # One by one, or all in one tensor: no config.json of these models says which.
+    may_be_stacked = experts is not None and (
+        experts.has_shared or (experts.packed and not experts.bias)
+    )
+    if not (config.tie_word_embeddings or config.delta_net is not None or may_be_stacked):
         return config
     files = find_weights(directory)
     changes: dict[str, Any] = {}
     if config.delta_net is not None:
         has_codes = any(GATES.search(name) and name.endswith(OF_CODES) for name in files)
         changes["delta_net"] = replace(config.delta_net, gates_in_codes=has_codes)
-    if config.experts is not None and has_shared:
-        # Experts one by one, or all in one tensor: no config.json of these models says which.
-        is_stacked = any(name.endswith(STACKED) for name in files)
-        changes["experts"] = replace(config.experts, packed=is_stacked)
+    if experts is not None and may_be_stacked:
+        stacked = [name for name in files if name.endswith(STACKED)]
+        changes["experts"] = replace(
+            experts,
+            packed=bool(stacked),
+            inputs_first=any(
+                _shape(files, name)[1:] != [2 * experts.intermediate_size, config.hidden_size]
+                for name in stacked[:1]
+            ),
+        )
     if config.tie_word_embeddings and _has_own_head(config, files, directory):
         changes["tie_word_embeddings"] = False
     return replace(config, **changes)
@@ -168,6 +199,12 @@ def _has_own_head(config: ModelConfig, files: Mapping[str, Path], directory: Pat
         embedding,
     )
     return True
+
+
+def _shape(files: Mapping[str, Path], name: str) -> list[int]:
+    """The shape of a tensor of a checkpoint."""
+    with _open(files[name]) as tensors:
+        return list(tensors.get_slice(name).get_shape())
 
 
 def _are_equal(files: Mapping[str, Path], name: str, other: str) -> bool:
@@ -256,9 +293,11 @@ def match(own: Mapping[str, Shard], saved: Collection[str], is_part: bool = Fals
     return Matching(shards, missing, unused)
 
 
-def _of_text(files: Mapping[str, Path], is_part: bool) -> dict[str, Path]:
+def _not_left_out(
+    files: Mapping[str, Path], is_part: bool, with_tower: bool = False
+) -> dict[str, Path]:
     """The files of the tensors that a model may have, without those that are left out."""
-    left_out = left_out_prefixes(is_part)
+    left_out = left_out_prefixes(is_part, with_tower)
     return {name: file for name, file in files.items() if not name.startswith(left_out)}
 
 
@@ -286,7 +325,8 @@ def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelCo
     """
     if not adapters:
         return
-    files, device = _of_text(find_weights(directory), config.is_part), torch.device("cpu")
+    files = _not_left_out(find_weights(directory), config.is_part)
+    device = torch.device("cpu")
     merge = Merge(adapters, files, is_tied=config.tie_word_embeddings, device=device)
     by_file = sorted(merge.changed, key=lambda name: (files[name], name))
     for name, source in _slices(by_file, files):
@@ -308,7 +348,8 @@ def load_model(
         model: model to fill.
         directory: directory of the checkpoint.
         check: function called before each tensor, which may raise.
-        is_part: whether the checkpoint may have `OTHER_PARTS`, which are left out.
+        is_part: whether the checkpoint may have `OTHER_PARTS`, which are left out unless the model
+            has them.
         adapters: adapters to merge into it, one after the other.
 
     Raises:
@@ -331,7 +372,7 @@ def fill(
     files = find_weights(directory)
     merged = {Path(adapter.name) / ADAPTER for adapter in adapters}
     _warn_of_unread_files(directory, merged.union(files.values()))
-    files = _of_text(files, is_part)
+    files = _not_left_out(files, is_part, has_tower(own))
     matching = match(own, files, is_part)
     if problems := matching.problems():
         raise ValueError(f"{directory} does not match its config.json: {'; '.join(problems)}")

@@ -15,7 +15,9 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import norm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
-from nanovllm.layers.sequence_parallel import Residual
+from nanovllm.layers.sequence_parallel import Residual, add_images
+from nanovllm.utils.context import get_context
+from nanovllm.vision.towers import make_tower
 
 
 class Qwen3Attention(nn.Module):
@@ -95,7 +97,7 @@ class Qwen3Model(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config, build)
-        ropes = rotary_embeddings(config, build)
+        self.ropes = ropes = rotary_embeddings(config, build)
         self.layers = nn.ModuleList(
             layer_class(config, i, ropes.get(layer.rope), build.at(f"layers.{i}"))
             for i, layer in enumerate(config.layers)
@@ -104,9 +106,12 @@ class Qwen3Model(nn.Module):
         self.add_module(final_norm, norm(config, build))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
+        images = get_context().images
+        hidden, residual = self.embed_tokens(input_ids, images), None
+        for i, layer in enumerate(self.layers):
             hidden, residual = layer(positions, hidden, residual)
+            if images is not None:
+                add_images(residual, images, i)
         return getattr(self, self.final_norm).whole_forward(hidden, residual)
 
 
@@ -122,6 +127,8 @@ class Qwen3ForCausalLM(nn.Module):
         self.config = config
         self.model = Qwen3Model(config, build.at("model"), self.layer_class, self.final_norm)
         self.lm_head = ParallelLMHead(config, build)
+        if config.vision is not None:
+            self.visual = make_tower(config.vision, build)
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)
 

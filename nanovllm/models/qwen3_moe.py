@@ -2,7 +2,13 @@
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.base import Build
-from nanovllm.layers.experts import NumberedExperts, SparseMLP
+from nanovllm.layers.experts import (
+    Experts,
+    JoinedExperts,
+    NumberedExperts,
+    SparseMLP,
+    StackedExperts,
+)
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP
 
 
@@ -12,9 +18,24 @@ class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
         build = build.at("mlp")
         if config.layers[i].is_sparse:
-            self.mlp = SparseMLP(config, NumberedExperts(config, build.at("experts")), build)
+            experts = self.experts_class(config)(config, build.at("experts"))
+            self.mlp = SparseMLP(config, experts, build)
         else:
             self.mlp = Qwen3MLP(config, build)
+
+    def experts_class(self, config: ModelConfig) -> type[Experts]:
+        """The class for the form that experts have in the checkpoint."""
+        return NumberedExperts
+
+
+class Qwen3VLMoeDecoderLayer(Qwen3MoeDecoderLayer):
+    """The same, with experts in one tensor, or one by one in checkpoints that others quantised."""
+
+    def experts_class(self, config: ModelConfig) -> type[Experts]:
+        assert config.experts is not None, "a dense model"
+        if not config.experts.packed:
+            return NumberedExperts
+        return JoinedExperts if config.experts.inputs_first else StackedExperts
 
 
 class MixtralDecoderLayer(Qwen3DecoderLayer):
@@ -30,6 +51,12 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """Qwen3-MoE."""
 
     layer_class = Qwen3MoeDecoderLayer
+
+
+class Qwen3VLMoeForConditionalGeneration(Qwen3ForCausalLM):
+    """Qwen3-VL-MoE."""
+
+    layer_class = Qwen3VLMoeDecoderLayer
 
 
 class MixtralForCausalLM(Qwen3ForCausalLM):

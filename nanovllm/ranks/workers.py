@@ -74,6 +74,7 @@ class Workers:
             config.max_num_batched_tokens,
             max_blocks=-(-max_len // config.kvcache_block_size),
             num_tables=2 if any(layer.window for layer in model_config.layers) else 1,
+            has_images=model_config.vision is not None,
         )
         message_bytes = plan_bytes + OVERHEAD
         self._channel, channel_fd = Channel.create(len(ranks), message_bytes)

@@ -1,4 +1,4 @@
 """Several engines that act as one, each in a process of its own.
 
-Doors: `supervisor` and `assembly`, for `LLM` alone.
+Doors: `supervisor`, `assembly` and `remote_request`, for `LLM` alone.
 """

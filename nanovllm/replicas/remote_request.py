@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from nanovllm.engine.sequence import NO_LIMIT
+from nanovllm.images.image import PlacedImage
 from nanovllm.outputs import RequestOutput, TokenLogprobs
 from nanovllm.requests.intake import Intake
 from nanovllm.requests.request import CheckedRequest, Listener, Ticket
@@ -21,6 +22,7 @@ class Order(NamedTuple):
         params: sampling parameters.
         pooling: "last" or "mean" hidden state of the prompt, for embeddings; else None.
         has_listener: whether news is wanted after each step.
+        images: images of the prompt.
     """
 
     ticket: Ticket
@@ -28,13 +30,18 @@ class Order(NamedTuple):
     params: SamplingParams
     pooling: str | None
     has_listener: bool
+    images: tuple[PlacedImage, ...] = ()
 
 
 def remote(
-    intake: Intake, checked: CheckedRequest, pooling: str | None, listener: Listener | None
+    intake: Intake,
+    checked: CheckedRequest,
+    pooling: str | None,
+    listener: Listener | None,
+    ticket: Ticket | None = None,
 ) -> "RemoteRequest":
     """Make a new request; see `Intake.make`."""
-    return RemoteRequest(checked, intake.ticket(checked.params.n), pooling, listener)
+    return RemoteRequest(checked, ticket or intake.ticket(checked.params.n), pooling, listener)
 
 
 class RemoteRequest:
@@ -67,7 +74,7 @@ class RemoteRequest:
         self.request_id = ticket.request_id
         self.prompt, self.prompt_token_ids = checked.text, checked.token_ids
         self.sampling_params, self.listener = checked.params, listener
-        self._ticket, self._pooling = ticket, pooling
+        self._ticket, self._pooling, self._images = ticket, pooling, checked.images
         self._prompt_logprobs: TokenLogprobs | None = None
         self._result: RequestOutput | None = None
         self._error: str | None = None  # error of a completion
@@ -107,6 +114,7 @@ class RemoteRequest:
             self.sampling_params,
             self._pooling,
             self.listener is not None,
+            self._images,
         )
 
     def book(self, news: RequestOutput) -> RequestOutput:

@@ -69,7 +69,7 @@ class Replica(LLMEngine):
     def take(self, orders: list[Order]) -> None:
         """Queue requests."""
         for order in orders:
-            checked = self._intake.read_again(order.token_ids, order.params)
+            checked = self._intake.read_again(order.token_ids, order.params, order.images)
             listener = self._news.append if order.has_listener else None
             self.core.add(self._intake.make(checked, order.pooling, listener, order.ticket))
 

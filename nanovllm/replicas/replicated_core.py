@@ -34,7 +34,13 @@ SUMS = (
     "num_shared_prefix_steps",
     "num_kernels_compiling",
 )
-OF_SOME = ("num_snapshots", "num_snapshot_hits", "num_snapshot_tokens")  # models: the same
+OF_SOME = (  # models: the same
+    "num_images_encoded",
+    "num_image_hits",
+    "num_snapshots",
+    "num_snapshot_hits",
+    "num_snapshot_tokens",
+)
 STEP_SECONDS = 0.01  # a step's longest wait for news, so that callers can add requests in between
 
 

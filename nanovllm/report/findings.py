@@ -23,9 +23,9 @@ from nanovllm.report.summary import Summary
 
 NOTABLE, MOST = 0.1, 0.5
 FEW, FEW_ON_CPU = 64, 16
-BLOCKS, PREFILL, HOST, FEW_SEQUENCES, TAIL, NOTHING = (
-    *("KV pool too small", "prefill-bound", "host-bound", "too few sequences"),
-    *("few sequences at the end", "nothing"),
+BLOCKS, PREFILL, HOST, IMAGES, FEW_SEQUENCES, TAIL, NOTHING = (
+    *("KV pool too small", "prefill-bound", "host-bound", "images not ready"),
+    *("too few sequences", "few sequences at the end", "nothing"),
 )
 
 
@@ -48,7 +48,8 @@ class Finding:
 
 def find(summary: Summary) -> list[Finding]:
     """The bottlenecks, largest share first; without any, one finding that says so."""
-    rules: list[Callable[[Summary], Finding | None]] = [blocks, prefill, host, few_sequences]
+    rules: list[Callable[[Summary], Finding | None]]
+    rules = [blocks, prefill, host, images, few_sequences]
     found = [finding for rule in rules if (finding := rule(summary)) is not None]
     return sorted(found, key=lambda finding: -finding.share) or [nothing(summary)]
 
@@ -138,7 +139,11 @@ def prefill_seconds(engine: Engine) -> Floats:
 def host(summary: Summary) -> Finding | None:
     """The finding that the GPU waits for the host. None on a CPU, which is both."""
     busy, facts = summary.gpu_share, summary.facts
-    if busy is None or 1 - busy < NOTABLE:
+    if busy is None:
+        return None
+    for_images = images_share(summary)
+    share = 1 - busy - for_images
+    if share < NOTABLE:
         return None
     shares = host_shares(summary)
     largest = max(("schedule", "launch", "book", "between"), key=shares.__getitem__)
@@ -149,10 +154,11 @@ def host(summary: Summary) -> Finding | None:
         "between": "the caller's own code between two steps",
     }
     step = summary.busy_seconds / sum(len(each["seconds"]) for each in summary.trace.engines) * 1e3
+    waits_for = "images or the host" if for_images else "the host"
     text = (
         f"The GPU was busy {percent(busy)} of the time, {busy * step:.2f} of the {step:.2f} ms of "
-        "an average step, and waited for the host the rest of it. The largest part of the host's "
-        f"work was {does[largest]}, {percent(shares[largest])} of the time."
+        f"an average step, and waited for {waits_for} the rest of it. The largest part of the "
+        f"host's work was {does[largest]}, {percent(shares[largest])} of the time."
     )
     remedies = []
     if not facts.get("overlap", True):
@@ -166,7 +172,7 @@ def host(summary: Summary) -> Finding | None:
         "but not the host's part of them"
     )
     remedy = "; ".join(remedies)
-    return Finding(HOST, 1 - busy, text, remedy[0].upper() + remedy[1:] + ".")
+    return Finding(HOST, share, text, remedy[0].upper() + remedy[1:] + ".")
 
 
 def host_shares(summary: Summary) -> dict[str, float]:
@@ -176,11 +182,45 @@ def host_shares(summary: Summary) -> dict[str, float]:
     return {**shares, "between": max(0.0, 1 - sum(shares.values()))}
 
 
+def images(summary: Summary) -> Finding | None:
+    """The finding that requests wait for their images while the device could compute them."""
+    share, seconds = images_share(summary), summary.trace.image_seconds
+    if share < NOTABLE or not len(seconds):
+        return None
+    rate = len(seconds) / summary.trace.seconds
+    text = (
+        f"Requests waited for their images {percent(share)} of the time, while few or no sequences "
+        f"ran. {len(seconds):,} images were prepared, {rate:,.1f} a second; each took a thread "
+        f"{seconds.mean() * 1e3:,.1f} ms on average, from the file to resized pixels."
+    )
+    remedy = (
+        "Give the process more CPU cores: each prepares one image at a time. Files that are quick "
+        "to decode help (JPEG rather than PNG, and no larger than the model sees them), and a "
+        "lower `max_pixels` in `mm_processor_kwargs`."
+    )
+    return Finding(IMAGES, share, text, remedy)
+
+
+def images_share(summary: Summary) -> float:
+    """Share of the time in which requests waited for images and few sequences, or none, ran."""
+    return summary.share(map(images_seconds, summary.trace.engines))
+
+
+def images_seconds(engine: Engine) -> Floats:
+    """[steps] that part of the time of each step: the time without one before it, and its own if
+    it decodes few sequences.
+    """
+    few = FEW_ON_CPU if engine.facts["device"] == "cpu" else FEW
+    gaps, own = engine["seconds"] - engine["own"], _decodes_few(engine, few, "")
+    own = np.where(own > 0, engine["own"], 0.0)
+    return np.where(engine.images_waiting > 0, gaps + own, 0.0)
+
+
 def few_sequences(summary: Summary) -> Finding | None:
     """The finding that decode batches are small: nobody waits, or `max_num_seqs` is low."""
     engines, facts = summary.trace.engines, summary.facts
     few = FEW_ON_CPU if facts["device"] == "cpu" else FEW
-    lacking = [_decodes_few(each, few, "") for each in engines]
+    lacking = [_decodes_few(each, few, "") * (each.images_waiting == 0) for each in engines]
     bounded = [_decodes_few(each, few, "sequences") for each in engines]
     share, bounded_share = summary.share(lacking), summary.share(bounded)
     base = f"A decode step reads all weights, whether its batch size is 1 or {few}"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.tracing.trace_events import BEGAN, ENDED, FULL
+from nanovllm.tracing.trace_events import BEGAN, ENDED, FULL, IMAGES_WAITING
 
 Floats = NDArray[np.float64]
 US = 1e-6  # seconds
@@ -21,7 +21,11 @@ COUNTS = (
     *("used_blocks", "free_blocks", "preempted"),
 )
 PHASES = ("schedule_us", "launch_us", "wait_us", "book_us")
-WANTED = ('"cat":"step"', '"cat":"recording"', '"args":{"request":', '"process_name"')  # in lines
+IMAGE = "image"  # category
+WANTED = (  # in lines
+    *('"cat":"step"', '"cat":"recording"', '"args":{"request":', '"process_name"'),
+    *(f'"cat":"{IMAGE}"', f'"name":"{IMAGES_WAITING}"'),
+)
 
 
 @dataclass
@@ -36,6 +40,8 @@ class Engine:
             time since the end of the previous step, unless the engine had no request then; `own`
             is the step's own time, as in `metrics()`. `gpu` is NaN if the device is the host.
         held_by: [steps] reason why the first waiting sequence did not run.
+        images_waiting: [steps] requests that waited for their images when the step began, or the
+            time without one before it.
         keys, pairs: [steps, 1 + windows] keys and pairs in the rows' attention, see `StepRecord`.
     """
 
@@ -43,6 +49,7 @@ class Engine:
     facts: dict[str, Any]
     steps: dict[str, Floats]
     held_by: NDArray[np.str_]
+    images_waiting: Floats
     keys: Floats
     pairs: Floats
 
@@ -60,6 +67,7 @@ class Trace:
     """The contents of a file.
 
     Attributes:
+        image_seconds: time that threads took for each image that they prepared.
         engines: engines that computed a step, in the order of their numbers.
         sequences: args of the finished sequences, with `arrived` in seconds on the steps' clock.
         has_ended: whether the recording is complete; else its process was killed.
@@ -67,6 +75,7 @@ class Trace:
     """
 
     engines: list[Engine]
+    image_seconds: Floats
     sequences: list[dict[str, Any]]
     has_ended: bool
     is_full: bool
@@ -97,11 +106,17 @@ def read_trace(path: str) -> Trace:
     """
     processes: dict[int, _Process] = {}
     seen: set[str] = set()
+    image_us: list[float] = []
+    counted: list[tuple[float, float]] = []  # times, and requests that wait for images from then on
     try:
         for each in _events(path):
             name, args = each["name"], each["args"]
             process = processes.setdefault(each["pid"], _Process())
-            if each.get("cat") == "step":
+            if each.get("cat") == IMAGE and name == "prepare":
+                image_us.append(each["dur"])
+            elif name == IMAGES_WAITING:
+                counted.append((each["ts"] * US, args["requests waiting"]))
+            elif each.get("cat") == "step":
                 process.steps.append(each)
             elif name == "request":
                 process.sequences.append({**args, "arrived": each["ts"]})
@@ -115,7 +130,7 @@ def read_trace(path: str) -> Trace:
         sequences = [seq for process in processes.values() for seq in process.sequences]
         for sequence in sequences:
             sequence["arrived"] = (sequence["arrived"] - origin) * US
-        engines = [_engine(process, origin) for process in busy]
+        engines = [_engine(process, origin, sorted(counted)) for process in busy]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -127,7 +142,8 @@ def read_trace(path: str) -> Trace:
             f"{path} has no step: nothing was computed during the recording, or its process was "
             "killed within a second"
         )
-    return Trace(engines, sequences, ENDED in seen, FULL in seen)
+    seconds = np.array(image_us, np.float64) * US
+    return Trace(engines, seconds, sequences, ENDED in seen, FULL in seen)
 
 
 def _no_trace(path: str) -> ValueError:
@@ -151,7 +167,7 @@ def _events(path: str) -> Iterator[dict[str, Any]]:
                     torn = error
 
 
-def _engine(process: _Process, origin: float) -> Engine:
+def _engine(process: _Process, origin: float, counted: list[tuple[float, float]]) -> Engine:
     process.steps.sort(key=lambda step: step["ts"])
     args = [step["args"] for step in process.steps]
     times = {"begin": "ts", "seconds": "dur"}
@@ -168,9 +184,17 @@ def _engine(process: _Process, origin: float) -> Engine:
         process.facts,
         columns,
         np.array([each["held_by"] for each in args]),
+        _images_waiting(columns["begin"] + origin * US, counted),
         np.array([each["keys"] for each in args], np.float64),
         np.array([each["pairs"] for each in args], np.float64),
     )
+
+
+def _images_waiting(begin: Floats, counted: list[tuple[float, float]]) -> Floats:
+    """[steps] the count that held at each time."""
+    times = np.array([at for at, _ in counted], np.float64)
+    counts = np.array([0.0, *(count for _, count in counted)], np.float64)
+    return counts[np.searchsorted(times, begin, "right")]
 
 
 def _timed(gpu: Floats, seconds: Floats) -> Floats:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
+from nanovllm.images.prompts import ImagePrompts, NoImages
+from nanovllm.requests.image_parts import ImageParts
 from nanovllm.requests.inputs import encode, listed
 from nanovllm.requests.messages import (
     Messages,
@@ -46,6 +48,7 @@ class ChatRenderer:
     def __init__(
         self,
         tokenizer: Any,
+        images: ImagePrompts | NoImages,
         *,
         chat_template: str | None,
         add_generation_prompt: bool,
@@ -89,7 +92,7 @@ class ChatRenderer:
                 f"`chat_template_kwargs` must hold variables of the template, got {taken[0]!r}: "
                 "pass the arguments of chat() by themselves"
             )
-        self._tokenizer, self._has_warned = tokenizer, False
+        self._tokenizer, self._images, self._has_warned = tokenizer, images, False
         self._has_developer = "developer" in str(chat_template or tokenizer.chat_template)
         self._options = {
             **variables,
@@ -99,9 +102,17 @@ class ChatRenderer:
             "continue_final_message": continue_final_message,
         }
 
-    def render(self, conversation: Any, name: str) -> dict[str, Any]:
-        """Render a conversation as a prompt. `name` stands for it in errors."""
-        messages = read_conversation(conversation, name, has_developer=self._has_developer)
+    def render(self, conversation: Any, name: str, images: Iterable[Any] = ()) -> dict[str, Any]:
+        """Render a conversation as a prompt.
+
+        Args:
+            conversation: messages.
+            name: name of the conversation in errors.
+            images: images for its parts that have none, in their order.
+        """
+        parts = ImageParts(self._images, images)
+        messages = read_conversation(conversation, name, parts, has_developer=self._has_developer)
+        parts.end(name)
         try:
             if has_calls(messages):
                 messages = with_calls(messages, self._form_of_calls(messages, name))
@@ -112,8 +123,10 @@ class ChatRenderer:
                 f"({type(error).__name__}: {error}){_line_of(error)}"
             ) from None
         # The template has written the special tokens; the tokenizer must not add them again.
-        token_ids = encode(self._tokenizer, text, name, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": token_ids}
+        tokenised = self._images.in_text(text) if parts.found else text
+        token_ids = encode(self._tokenizer, tokenised, name, add_special_tokens=False)
+        prompt = {"prompt": text, "prompt_token_ids": token_ids}
+        return {**prompt, "multi_modal_data": {"image": parts.found}} if parts.found else prompt
 
     def _apply(self, messages: Messages) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._options)

@@ -6,8 +6,11 @@ Everything is checked here, before anything is queued. Imports no torch.
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
+from nanovllm.images.image import PlacedImage
+from nanovllm.images.preparation import PlacedPicture
+from nanovllm.images.prompts import ImagePrompts, NoImages
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import (
     Params,
@@ -33,12 +36,27 @@ OnError: TypeAlias = Literal["raise", "return"]
 
 OTHERS = '; on_error="return" completes the others'
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+IMAGE_KEYS = ("multi_modal_data", "mm_processor_kwargs")  # beside these
 TOKEN_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
 TEXT_FIELDS = {  # sampling parameters that need a tokenizer, and the remedies without one
     "stop": "pass stop_token_ids",
     "bad_words": "pass logit_bias",
     "structured_outputs": "pass allowed_token_ids",
 }
+
+
+class ReadPrompt(NamedTuple):
+    """A prompt of a caller.
+
+    Attributes:
+        text: its text; None if it came as token ids.
+        token_ids: its token ids, with all placeholders of images.
+        pictures: its images, which are not prepared.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    pictures: tuple[PlacedPicture, ...]
 
 
 class Intake:
@@ -83,6 +101,11 @@ class Intake:
         self._max_model_len, self._pool_tokens = max_model_len, pool_tokens
         self._grammar_compiler, self._logprobs_mode = grammars, logprobs_mode
         self._num_requests = self._num_seqs = 0  # ids given out so far
+        self._images: ImagePrompts | NoImages = NoImages("this engine reads none")
+
+    def bind_images(self, images: ImagePrompts | NoImages) -> None:
+        """Read the images of prompts, or say why not."""
+        self._images = images
 
     # -- checks ---------------------------------------------------------------------------------
 
@@ -94,13 +117,19 @@ class Intake:
         """
         own = self._default if params is None else params
         controls = self.read_params(own)
-        text, token_ids = self.read_prompt(prompt)
-        return CheckedRequest(text, token_ids, own, controls, self._grammars(own, own.n))
+        text, token_ids, pictures = self.read_prompt(prompt)
+        grammars = self._grammars(own, own.n)
+        return CheckedRequest(text, token_ids, own, controls, grammars, pictures=pictures)
 
-    def read_again(self, token_ids: list[int], params: SamplingParams) -> CheckedRequest:
+    def read_again(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        images: tuple[PlacedImage, ...] = (),
+    ) -> CheckedRequest:
         """Read a prompt that another process has checked."""
-        controls = self.read_params(params)
-        return CheckedRequest(None, token_ids, params, controls, self._grammars(params, params.n))
+        controls, grammars = self.read_params(params), self._grammars(params, params.n)
+        return CheckedRequest(None, token_ids, params, controls, grammars, images)
 
     def check_all(
         self,
@@ -141,9 +170,11 @@ class Intake:
             try:
                 controls = controls_of(own, params_name)
                 prompt = given if render is None else render(given, name)
-                text, token_ids = self.read_prompt(prompt, name)
+                text, token_ids, pictures = self.read_prompt(prompt, name)
                 grammars = self._grammars(own, own.n)
-                checked.append(CheckedRequest(text, token_ids, own, controls, grammars))
+                checked.append(
+                    CheckedRequest(text, token_ids, own, controls, grammars, pictures=pictures)
+                )
             except (TypeError, ValueError) as error:
                 if on_error == "raise":
                     raise
@@ -151,19 +182,20 @@ class Intake:
                 checked.append(Refusal(shown if isinstance(shown, str) else None, str(error)))
         return checked
 
-    def read_prompt(self, prompt: Any, name: str = "prompt") -> tuple[str | None, list[int]]:
-        """The text of a prompt, if it has one, and its token ids. `name` stands for it in errors.
+    def read_prompt(self, prompt: Any, name: str = "prompt") -> ReadPrompt:
+        """Read a prompt. `name` stands for it in errors.
 
         Raises:
             TypeError, ValueError: naming the mistake.
         """
-        text, token_ids = None, prompt
+        text, token_ids, data, limits = None, prompt, None, None
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - set(PROMPT_KEYS)
-            if unknown or not prompt:
+            unknown = set(prompt) - {*PROMPT_KEYS, *IMAGE_KEYS}
+            if unknown or not set(prompt) & set(PROMPT_KEYS):
                 hint = "; messages are for `chat`" if "role" in unknown else ""
                 raise ValueError(
-                    f"`{name}` must have the keys `prompt` or `prompt_token_ids`, and no others, "
+                    f"`{name}` must have the keys `prompt` or `prompt_token_ids`, with images "
+                    "`multi_modal_data`, and no others, "
                     f"got {sorted(map(str, prompt))}{hint}"
                 )
             text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -175,13 +207,15 @@ class Intake:
                 )
             if not isinstance(text, (str, type(None))) or token_ids is None:
                 raise TypeError(f'`{name}["prompt"]` must be a string, got {type(text).__name__}')
+            data, limits = (prompt.get(key) for key in IMAGE_KEYS)
+        images = self._images.open(data, limits, name)
         if isinstance(token_ids, str):
             text = token_ids
             if self._tokenizer is None:
                 raise ValueError(
                     f"`{name}` is text, but the model directory has no tokenizer: pass token ids"
                 )
-            token_ids = encode(self._tokenizer, text, name)
+            token_ids = encode(self._tokenizer, self._images.in_text(text), name)
         items = listed(token_ids)
         if items is None:
             raise TypeError(
@@ -190,23 +224,31 @@ class Intake:
             )
         ids = whole_numbers(items, name)
         check_vocabulary(name, ids, self._vocab_size)
-        self._check_length(name, len(ids))
-        return text, ids
+        ids, pictures = self._images.place(ids, images, name)
+        self._check_length(name, len(ids), [image.num_tokens for image in images])
+        return ReadPrompt(text, ids, pictures)
 
-    def _check_length(self, name: str, length: int) -> None:
+    def _check_length(self, name: str, length: int, of_images: list[int]) -> None:
         others = OTHERS if name.endswith("]") else ""  # it may be one of several
+        count, shorten = f"{length} tokens", "shorten it"
+        if of_images:
+            count = f"{length} tokens ({sum(of_images)} of images)"
+            shorten = (
+                "lower max_pixels in mm_processor_kwargs, which bounds an image's tokens, shorten "
+                "the text"
+            )
         if not length:
             raise ValueError(f"`{name}` must have at least one token, got none")
         if length >= self._max_model_len:
             raise ValueError(
                 f"`{name}` must leave room for one token within max_model_len "
-                f"{self._max_model_len}, got {length} tokens: shorten it, or raise "
+                f"{self._max_model_len}, got {count}: {shorten}, or raise "
                 f"max_model_len if the model allows it{others}"
             )
         if length >= self._pool_tokens:
             raise ValueError(
                 f"`{name}` must fit the KV cache of {self._pool_tokens} tokens and leave room for "
-                f"one more, got {length} tokens: shorten it, or raise num_kvcache_blocks or "
+                f"one more, got {count}: {shorten}, or raise num_kvcache_blocks or "
                 f"the memory for the cache{others}"
             )
 

@@ -2,25 +2,30 @@
 
 Null values are dropped: they mean nothing. `developer` becomes `system` if the template has no such
 role. OpenAI's older names `function` and `function_call` become `tool` and `tool_calls`, a
-`refusal` becomes the assistant's content, and `arguments` of calls become JSON or objects. Anything
-but text is refused. Imports no torch.
+`refusal` becomes the assistant's content, and `arguments` of calls become JSON or objects. Images
+are taken out of their parts; anything but these and text is refused. Imports no torch.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
+from nanovllm.requests.image_parts import ImageParts
 from nanovllm.requests.inputs import listed
 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-def read_conversation(conversation: Any, name: str, *, has_developer: bool) -> Messages:
-    """The messages, checked. All have `content`, a string, which templates concatenate with text.
+def read_conversation(
+    conversation: Any, name: str, images: ImageParts, *, has_developer: bool
+) -> Messages:
+    """The messages, checked. All have `content`: a string, which templates concatenate with text,
+    or where there are images a list of parts with `type` "text" or "image".
 
     Args:
         conversation: messages of the caller.
         name: name of the conversation in errors.
+        images: takes the images.
         has_developer: whether the template knows the role `developer`.
 
     Raises:
@@ -31,7 +36,7 @@ def read_conversation(conversation: Any, name: str, *, has_developer: bool) -> M
         raise TypeError(f"`{name}` must be a list of messages, got {type(conversation).__name__}")
     if not messages:
         raise ValueError(f"`{name}` must have at least one message, got none")
-    read = [_read_message(message, f"{name}[{i}]") for i, message in enumerate(messages)]
+    read = [_read_message(message, f"{name}[{i}]", images) for i, message in enumerate(messages)]
     for message in read:
         if message["role"] == "developer" and not has_developer:
             message["role"] = "system"
@@ -81,7 +86,7 @@ def _with_arguments(call: Mapping[str, Any], arguments: Callable[[Any], Any]) ->
     return {**call, "function": {**function, "arguments": arguments(function.get("arguments"))}}
 
 
-def _read_message(message: Any, name: str) -> dict[str, Any]:
+def _read_message(message: Any, name: str, images: ImageParts) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise TypeError(
             f"`{name}` must be a dictionary with `role` and `content`, got {type(message).__name__}"
@@ -102,7 +107,7 @@ def _read_message(message: Any, name: str) -> dict[str, Any]:
     if role == "function":
         fields = {"content": "", **fields, "role": "tool"}
     calls = _read_calls(fields, name)
-    content = _read_content(fields, name)
+    content = _read_content(fields, name, images)
     if content is None and (role != "assistant" or not calls):
         raise ValueError(
             f"`{name}` must have `content`, got none: only an assistant's message with "
@@ -113,14 +118,13 @@ def _read_message(message: Any, name: str) -> dict[str, Any]:
     return {**fields, "content": content or ""}
 
 
-def _read_content(fields: dict[str, Any], name: str) -> str | None:
-    """The text of a message; `refusal` is removed from the fields."""
+def _read_content(
+    fields: dict[str, Any], name: str, images: ImageParts
+) -> str | list[dict[str, str]] | None:
+    """The text of a message, or its parts; `refusal` is removed from the fields."""
     content, refusal = fields.get("content"), fields.pop("refusal", None)
     if is_list(content):
-        is_own = fields["role"] == "assistant"
-        content = "\n".join(
-            _read_part(part, f'{name}["content"][{i}]', is_own) for i, part in enumerate(content)
-        )
+        content = _read_parts(content, f'{name}["content"]', fields["role"], images)
     elif not isinstance(content, (str, type(None))):
         raise TypeError(f'`{name}["content"]` must be a string or a list of parts, got {content!r}')
     if not refusal:
@@ -135,9 +139,23 @@ def _read_content(fields: dict[str, Any], name: str) -> str | None:
     return refusal
 
 
-def _read_part(part: Any, name: str, may_refuse: bool) -> str:
+def _read_parts(
+    parts: Sequence[Any], name: str, role: str, images: ImageParts
+) -> str | list[dict[str, str]]:
+    """The lines of a message; where there are images, its parts."""
+    read = [
+        None if images.take(part, f"{name}[{i}]") else _read_part(part, f"{name}[{i}]", role)
+        for i, part in enumerate(parts)
+    ]
+    lines = [text for text in read if text is not None]
+    if len(lines) == len(read):
+        return "\n".join(lines)
+    return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in read]
+
+
+def _read_part(part: Any, name: str, role: str) -> str:
     """The text of a part of a message."""
-    kind = part.get("type") if isinstance(part, Mapping) else part
+    kind, may_refuse = part.get("type") if isinstance(part, Mapping) else part, role == "assistant"
     if not isinstance(part, Mapping) or not (kind == "text" or (kind == "refusal" and may_refuse)):
         raise ValueError(f'`{name}` must be {{"type": "text", "text": ...}}, got {kind!r}')
     if not isinstance(part.get(kind), str):

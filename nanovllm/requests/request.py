@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.images.image import PlacedImage
+from nanovllm.images.preparation import PlacedPicture
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.requests.text import Decoder
 from nanovllm.sampling.request_controls import RequestControls
@@ -56,6 +58,8 @@ class CheckedRequest(NamedTuple):
         params: sampling parameters.
         controls: effect of the parameters on the logits; None: none.
         grammars: one for each completion, None if its form is free.
+        images: images of the prompt, in order.
+        pictures: the same before they are prepared; empty then.
     """
 
     text: str | None
@@ -63,6 +67,8 @@ class CheckedRequest(NamedTuple):
     params: SamplingParams
     controls: RequestControls | None
     grammars: list[Grammar | None]
+    images: tuple[PlacedImage, ...] = ()
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 class Refusal(NamedTuple):

@@ -78,6 +78,7 @@ class Samples:
                         logprobs, None if seqs else prompt_logprobs, sampling_mask=mask
                     ),
                     pooling=pooling,
+                    images=checked.images,
                     completion=told.token_ids,
                     arrived_at=ticket.arrived_at,
                 )

@@ -1,4 +1,5 @@
-"""Helpers of the scheduler: admission, the ends of sequences, and prefixes that decodes share.
+"""Helpers of the scheduler: admission, the ends of sequences, prefixes that decodes share, images
+that are encoded.
 
-Doors: `admission`, `stopping` and `prefixes`.
+Doors: `admission`, `stopping`, `prefixes` and `encoder_cache`.
 """

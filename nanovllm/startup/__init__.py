@@ -1,4 +1,4 @@
 """The start of a rank: model built and filled, kernels compiled, memory divided, graphs captured.
 
-Door: `builder`, whose `Built` has all that steps need.
+Doors: `builder`, whose `Built` has all that steps need; `build`, what is known before.
 """

@@ -1,6 +1,7 @@
 """Options resolved to what this device runs: dtypes, weight format, attention backend, kernels."""
 
 import logging
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from nanovllm.checkpoint.quantization import choose as choose_quantization
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import scheduler
+from nanovllm.images.processor import ImageProcessor, read_processor
 from nanovllm.layers.base import Build
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.utils.device import fp8_refusal, triton_refusal
@@ -114,6 +116,31 @@ def _refuse_split_norms(model_config: ModelConfig, group: Group, fused: bool) ->
             "`batch_invariant` does not support this model's norms over the heads of several GPUs, "
             f"got tensor_parallel_size {group.size}: use 1, or fused_kernels=False"
         )
+
+
+def read_image_processor(config: Config, model_config: ModelConfig) -> ImageProcessor:
+    """The processor of a model that reads images, with the limits of the options.
+
+    Raises:
+        ValueError: if the checkpoint's processor is not supported, is not for the tower that
+            config.json describes, or `mm_processor_kwargs` is not right for it.
+    """
+    vision, source = model_config.vision, model_config.source
+    directory = Path(config.model)
+    assert vision is not None, "the model reads no images"
+    tokens = source.get("mm_tokens_per_image", 0)
+    processor = read_processor(directory, source["vision_config"], tokens)
+    sizes = {"patch_size": (processor.patch_size, vision.patch_size)}
+    if processor.merge:
+        sizes["merge_size"] = processor.merge, vision.merge
+        sizes["temporal_patch_size"] = processor.frames, vision.temporal_patch_size
+    for name, (found, wanted) in sizes.items():
+        if found != wanted:
+            raise ValueError(
+                f"{directory}: `{name}` of the image processor must be that of `vision_config` in "
+                f"config.json, {wanted}, got {found}"
+            )
+    return processor.with_limits(config.mm_processor_kwargs, "mm_processor_kwargs")
 
 
 def _warn_of_stretched_rope(model_config: ModelConfig, max_model_len: int) -> None:

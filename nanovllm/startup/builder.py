@@ -21,6 +21,7 @@ from nanovllm.engine.plan import SlotTable
 from nanovllm.engine.step import Built, Step
 from nanovllm.graphs.static_inputs import max_captured_tokens
 from nanovllm.graphs.step_graphs import StepGraphs
+from nanovllm.images.processor import ImageProcessor
 from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.base import Build
 from nanovllm.layers.weights.onednn import can_use_onednn, use_onednn
@@ -32,7 +33,7 @@ from nanovllm.sampling.extras import Extras
 from nanovllm.sizing import memory
 from nanovllm.sizing.activations import max_activations
 from nanovllm.sizing.model_size import model_size
-from nanovllm.startup.build import choose_build
+from nanovllm.startup.build import choose_build, read_image_processor
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.updates import settling
 from nanovllm.updates.sleeper import Sleeper
@@ -45,6 +46,7 @@ from nanovllm.utils.device import (
     triton_refusal,
 )
 from nanovllm.utils.integers import cdiv
+from nanovllm.vision.encoder import Encoder
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,7 @@ class Builder:
         if not group.minimum(int(self.compiler is not None)):  # ranks do alike
             self.close_compiler()
         model = self.build_model(build)
+        encoder = self.make_encoder(model, build)
         pool = KVCachePool(model, config, group, self.device)
         step = Step(model, build, model_config.vocab_size, config.max_num_seqs, self.device)
         extras = Extras(
@@ -113,20 +116,19 @@ class Builder:
             rehearse()
         beside(self.compiler is not None and self.compiler.num_pending > 0)
         self.load(model, build.dtype)
-        sleeper = self.make_sleeper(model, step)
+        sleeper = self.make_sleeper(model, step, encoder)
         if not as_built:
             rehearse()
-        activations = self.measure(step, pool, extras, build)
-        num_blocks = self.allocate_kv_cache(model, pool, activations, build.max_model_len)
+        activations = self.measure(step, pool, extras, build, encoder)
+        own = weight_bytes(model) + (0 if encoder is None else encoder.store.nbytes)
+        num_blocks = self.allocate_kv_cache(pool, own, activations, build.max_model_len)
         if sleeper is not None and pool.piece is not None:
             sleeper.add(pool.piece)
-        longest = min(build.max_model_len, pool.max_tokens(num_blocks))
-        width = cdiv(longest, config.kvcache_block_size)
+        width = self.table_width(pool.max_tokens(num_blocks), build)
         graphs = None
         if self.can_capture(build):
-            graphs = self.capture_cudagraph(
-                step, pool, width, members, max_prompt_tokens, activations
-            )
+            sizes = width, members, max_prompt_tokens
+            graphs = self.capture_cudagraph(step, pool, *sizes, activations)
         if self.compiler is not None:
             self.compiler.load(self.device)
         group.minimum(0)  # all ranks are there
@@ -144,6 +146,7 @@ class Builder:
             compiler=self.compiler,
             weights=Weights(model, self.device, Path(config.model), model_config.is_part),
             sleeper=sleeper,
+            encoder=encoder,
         )
 
     def choose(self) -> tuple[Build, str]:
@@ -191,6 +194,36 @@ class Builder:
         with torch.device(self.device):
             return model(self.model_config, build).eval()
 
+    def make_encoder(self, model: Qwen3ForCausalLM, build: Build) -> Encoder | None:
+        """The encoder of images; None if the model reads none. As in vLLM, its store has room for
+        the tokens of a step, and for one image of any size.
+        """
+        vision = self.model_config.vision
+        if vision is None:
+            return None
+        processor = read_image_processor(self.config, self.model_config)
+        self.check_whole_images(build, processor)
+        largest = min(build.max_model_len, processor.max_tokens)
+        capacity = max(self.config.max_num_batched_tokens, largest)
+        rope = next(iter(model.model.ropes.values())) if vision.mrope_section else None
+        return Encoder(model.visual, vision, processor, rope, build, capacity, self.device)
+
+    def check_whole_images(self, build: Build, processor: ImageProcessor) -> None:
+        """ValueError if tokens of images see each other and the options would part them."""
+        vision, most = self.model_config.vision, self.config.max_num_batched_tokens
+        if vision is None or not vision.are_whole:
+            return
+        if processor.max_tokens > most:
+            raise ValueError(
+                f"`max_num_batched_tokens` must be at least {processor.max_tokens}, the tokens of "
+                f"an image of this model, got {most}: raise it, or pass language_model_only=True"
+            )
+        if build.one_by_one:
+            raise ValueError(
+                "`batch_invariant` without kernels computes tokens one by one, but those of an "
+                "image of this model see each other: pass language_model_only=True"
+            )
+
     def load(self, model: Qwen3ForCausalLM, dtype: torch.dtype) -> None:
         """Fill the weights."""
         start = time.perf_counter()
@@ -216,8 +249,11 @@ class Builder:
             time.perf_counter() - start,
         )
 
-    def make_sleeper(self, model: Qwen3ForCausalLM, step: Step) -> Sleeper | None:
-        """Move weights and logits to memory that can sleep; None if the options do not ask for it.
+    def make_sleeper(
+        self, model: Qwen3ForCausalLM, step: Step, encoder: Encoder | None
+    ) -> Sleeper | None:
+        """Move weights, logits and embeddings of images to memory that can sleep; None if the
+        options do not ask for it.
 
         Raises:
             ValueError: if there is no such memory here.
@@ -229,6 +265,9 @@ class Builder:
         sleeper = Sleeper(model, settling.settle(model, self.device), self.device)
         if step.logits is not None:
             step.logits, piece = settling.move(step.logits)
+            sleeper.add(piece)
+        if encoder is not None:
+            encoder.store, piece = settling.move(encoder.store)
             sleeper.add(piece)
         return sleeper
 
@@ -259,7 +298,14 @@ class Builder:
             with self.compiler.rehearsal(), step.abridged():
                 rehearse()
 
-    def measure(self, step: Step, pool: KVCachePool, extras: Extras, build: Build) -> int:
+    def measure(
+        self,
+        step: Step,
+        pool: KVCachePool,
+        extras: Extras,
+        build: Build,
+        encoder: Encoder | None = None,
+    ) -> int:
         """Bytes that activations take at most. With a compiler no kernel is waited for."""
         if self.device.type == "cpu":
             return 0
@@ -275,13 +321,18 @@ class Builder:
             )
         if self.compiler is not None:
             self.compiler.finish()
+        if encoder is not None:
+            most += self.config.max_num_batched_tokens * encoder.max_bytes_of_step
+            most = max(most, encoder.measure())
         return most + (build.backend.max_gathered() if build.cache_dtype == FP8 else 0)
 
     def allocate_kv_cache(
-        self, model: Qwen3ForCausalLM, pool: KVCachePool, activations: int, max_model_len: int
+        self, pool: KVCachePool, own: int, activations: int, max_model_len: int
     ) -> int:
-        """Allocate as many blocks as fit all ranks, and return their number."""
-        own = weight_bytes(model) + self.group.peer_bytes
+        """Allocate as many blocks as fit all ranks beside `own` bytes that are held and those of
+        `activations`, and return their number.
+        """
+        own += self.group.peer_bytes
         pool.limit_rows(own, own + activations)
         num_blocks = self.group.minimum(pool.how_many_fit(max_model_len, own, own + activations))
         try:
@@ -294,6 +345,10 @@ class Builder:
             ) from None
         pool.log(max_model_len)
         return num_blocks
+
+    def table_width(self, pool_tokens: int, build: Build) -> int:
+        """Blocks of the longest sequence."""
+        return cdiv(min(build.max_model_len, pool_tokens), self.config.kvcache_block_size)
 
     def can_capture(self, build: Build) -> bool:
         """Whether CUDA graphs are wanted, and possible: plain experts, and plain layers with

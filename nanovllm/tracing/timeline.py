@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import InFlightStep, ScheduledSequence, Sequence
+from nanovllm.engine.sequence import NO_IMAGES, Encoded, InFlightStep, ScheduledSequence, Sequence
 from nanovllm.requests.request import Request
 from nanovllm.tracing.trace_events import (
     BEGAN,
@@ -47,6 +47,7 @@ class Launched(NamedTuple):
     used_blocks: int
     preempted: int
     paused: tuple[float, float] | None
+    encoded: Encoded
 
 
 class Timeline:
@@ -86,9 +87,11 @@ class Timeline:
         """Note that the host begins to choose a step."""
         self._mark = self._began_at = time.perf_counter()
 
-    def launch(self, scheduled: list[ScheduledSequence], waited: tuple[float, float]) -> Launched:
-        """Note a step that has been launched, with none booked since it was chosen. `waited` is the
-        Executor's.
+    def launch(
+        self, scheduled: list[ScheduledSequence], waited: tuple[float, float], encoded: Encoded
+    ) -> Launched:
+        """Note a step that has been launched, with none booked since it was chosen. `waited` and
+        `encoded` are the Executor's.
         """
         preempted, held_by = self._find_preempted(), ""
         scheduler, waiting = self._scheduler, len(self._scheduler.waiting)
@@ -111,6 +114,7 @@ class Timeline:
             used_blocks=scheduler.block_manager.num_used_blocks,
             preempted=preempted,
             paused=waited if waited[0] > self._began_at else None,
+            encoded=encoded,
         )
 
     def book(
@@ -160,6 +164,8 @@ class Timeline:
                 pairs=pairs,
                 device=device and self._place(step.launched_at, waits_at, waited_at, *device),
                 paused=noted.paused,
+                encoded=noted.encoded,
+                encoding=step.tokens.encoding_seconds() if noted.encoded.num_images else None,
             )
         )
         self._mark = booked_at
@@ -215,6 +221,7 @@ class Timeline:
             used_blocks=self._scheduler.block_manager.num_used_blocks,
             preempted=0,
             paused=None,
+            encoded=NO_IMAGES,
         )
 
     def _attention(

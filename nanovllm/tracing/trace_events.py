@@ -9,18 +9,23 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from nanovllm.engine.sequence import NO_IMAGES, Encoded
 from nanovllm.utils.as_json import as_json
 
 STEPS, HOST, DEVICE = 1, 2, 3  # tracks
+# Preparation of images: a process of its own in viewers, and the counter of what waits for it.
+IMAGES, IMAGES_WAITING = 999, "images"
 BEGAN, ENDED, FULL = "recording began", "recording ended", "recording is full"
 TRACKS = {STEPS: "steps", HOST: "host", DEVICE: "GPU"}
 _STEP = """\
 {"ph":"X","pid":%d,"tid":1,"cat":"step","name":"%s","ts":%s,"dur":%s,"args":{"rows":%d,\
 "prefill_tokens":%d,"decode_tokens":%d,"sampled_tokens":%d,"running":%d,"waiting":%d,\
 "held_by":"%s","used_blocks":%d,"free_blocks":%d,"preempted":%d,"schedule_us":%s,"launch_us":%s,\
-"wait_us":%s,"book_us":%s,"gpu_us":%s,"keys":%s,"pairs":%s}}"""
+"wait_us":%s,"book_us":%s,"gpu_us":%s,"keys":%s,"pairs":%s%s}}"""
+_ENCODED = ',"images":%d,"encode_us":%s'  # of steps that encode images
 _HOST = '{"ph":"X","pid":%d,"tid":2,"cat":"host","name":"%s","ts":%s,"dur":%s}'
 _DEVICE = '{"ph":"X","pid":%d,"tid":3,"cat":"gpu","name":"%s","ts":%s,"dur":%s}'
+_IMAGE = '{"ph":"X","pid":%d,"tid":%d,"cat":"image","name":"%s","ts":%s,"dur":%s,"args":{}}'
 _COUNTER = '{"ph":"C","pid":%d,"name":"%s","ts":%s,"args":{"%s":%d,"%s":%d}}'
 _PHASE = '{"ph":"%s","pid":%d,"tid":0,"cat":"request","id":"%s","name":"%s","ts":%s%s}'
 
@@ -50,6 +55,8 @@ class StepRecord(NamedTuple):
         device: begin, end and duration of the step on the device; None: not known.
         paused: begin and end of a wait during its launch, for the tokens of the step before it on
             which controls depend; None: there was none.
+        encoded: images that it encoded.
+        encoding: duration of that on the device; None: not known.
     """
 
     began_at: float
@@ -73,6 +80,8 @@ class StepRecord(NamedTuple):
     pairs: list[int]
     device: tuple[float, float, float] | None
     paused: tuple[float, float] | None = None
+    encoded: Encoded = NO_IMAGES
+    encoding: float | None = None
 
     def events(self, pid: int) -> list[str]:
         """The step, the work of host and device for it, and the counters beside it.
@@ -82,20 +91,23 @@ class StepRecord(NamedTuple):
         """
         name = "mixed" if self.prefill and self.decode else "prefill" if self.prefill else "decode"
         began, chosen, launched, waits, waited, booked, since = map(_ns, self[:7])
-        spans = [("schedule", began, chosen), ("launch", chosen, launched)]
-        if self.paused is not None:
-            pause, resume = map(_ns, self.paused)
-            spans[1:] = (
-                ("launch", chosen, pause),
-                ("wait", pause, resume),
-                ("launch", resume, launched),
-            )
+        spans = [("schedule", began, chosen)]
+        for phase, times in (("encode", self.encoded[1:]), ("wait", self.paused)):
+            if times is not None and times != NO_IMAGES[1:]:  # amid the launch
+                begin, end = map(_ns, times)
+                spans += [("launch", spans[-1][2], begin), (phase, begin, end)]
+        spans.append(("launch", spans[-1][2], launched))
         spans += [("wait", waits, waited), ("book", waited, booked)]
-        took = dict.fromkeys(("schedule", "launch", "wait", "book"), 0)
+        took = dict.fromkeys(("schedule", "launch", "wait", "book", "encode"), 0)
         for phase, begin, end in spans:
             took[phase] += end - begin
         busy = "null" if self.device is None else _us(_ns(self.device[2]))
-        more = (*map(_us, took.values()), busy, self.keys, self.pairs)
+        encoded, num_images = "", self.encoded.num_images
+        if num_images:
+            encode = took["encode"] if self.encoding is None else _ns(self.encoding)
+            encoded = _ENCODED % (num_images, _us(encode))
+        took["launch"] += took.pop("encode")
+        more = (*map(_us, took.values()), busy, self.keys, self.pairs, encoded)
         at, pool = _us(chosen), (self.used_blocks, self.free_blocks)
         lines = [
             _STEP % (pid, name, _us(since), _us(booked - since), *self[7:17], *more),
@@ -164,6 +176,26 @@ class SequenceRecord(NamedTuple):
             lines.append(_PHASE % ("n", pid, key, "preempted", _us(at), ""))
         lines.append(_PHASE % ("e", pid, key, "request", _us(end), ""))
         return lines
+
+
+def image_event(track: int, name: str, began_at: float, ended_at: float) -> str:
+    """Work on the images of prompts, on a track of its own; moments are in seconds."""
+    begin, end = _ns(began_at), _ns(ended_at)
+    return _IMAGE % (IMAGES, track, name, _us(begin), _us(end - begin))
+
+
+def images_waiting_event(at: float, waiting: int, num_bytes: int) -> str:
+    """Requests that wait for images, and the memory of all images, at a moment in seconds."""
+    counts = "requests waiting", waiting, "MiB", num_bytes >> 20
+    return _COUNTER % (IMAGES, IMAGES_WAITING, _us(_ns(at)), *counts)
+
+
+def image_track(track: int, name: str) -> list[str]:
+    """The name of such a track in viewers."""
+    return [
+        _metadata(IMAGES, track, "thread_name", {"name": name}),
+        _metadata(IMAGES, track, "thread_sort_index", {"sort_index": track}),
+    ]
 
 
 def recording_event(name: str, args: dict[str, Any], pid: int = 0) -> str:

@@ -9,6 +9,7 @@ from nanovllm.checkpoint.names import (
     EMBEDDING,
     HEAD,
     Wanted,
+    has_tower,
     is_left_out,
     spellings,
 )
@@ -40,6 +41,14 @@ class Expected:
         """The model's name of each tensor, by all names that a checkpoint may have for it."""
         own = {spelling: name for name in self.wanted for spelling in spellings(name, self.is_part)}
         return own | dict.fromkeys(spellings(HEAD, self.is_part), HEAD) if self.is_tied else own
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether the model has no place for a tensor of this name, and needs none."""
+        return is_left_out(name, self.is_part, self._has_tower)
+
+    @cached_property
+    def _has_tower(self) -> bool:
+        return has_tower(self.wanted)
 
 
 class Described(NamedTuple):
@@ -73,7 +82,7 @@ class Ledger:
         """
         name = self._expected.own_names.get(described.name)
         if name is None:
-            if is_left_out(described.name, self._expected.is_part):
+            if self._expected.leaves_out(described.name):
                 return None
             remedy = "pass the tensors by the names that the checkpoint has for them"
             if any(part in described.name for part in OF_PEFT):

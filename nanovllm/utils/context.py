@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from nanovllm.tensors.image_rows import ImageRows
+
 
 class Prefixes(NamedTuple):
     """The `SharedPrefixes` of a step's decodes on the device, int32: [B], [n or more], [t] and [t].
@@ -57,6 +59,9 @@ class Context:
         window_slot_mapping: [T] int32, as slot_mapping, for layers that slide over a window; None:
             these have no blocks of their own.
         window_tables: [B, W] int32, as block_tables, for the same layers.
+        images: embeddings of images in the place of those of tokens; None: there are none.
+        rotations: [T, D] float32, cosines and sines of the step's tokens, in the place of a table
+            by position: then positions are rows of the step; None: that table.
         longest: maximum length of a sequence in tokens, by which decodes choose how to split their
             keys: constant, whatever this step's lengths; 0: the width of the tables.
         shared: results that a backend computes in the first layer for all of them.
@@ -77,6 +82,8 @@ class Context:
     prefixes: Prefixes | None = None
     window_slot_mapping: torch.Tensor | None = None
     window_tables: torch.Tensor | None = None
+    images: ImageRows | None = None
+    rotations: torch.Tensor | None = None
     longest: int = 0
     shared: dict[Hashable, Any] = field(default_factory=dict)
 

@@ -112,7 +112,8 @@ class SlidingBlockManager(BlockManager):
         num_usable = num_with_parts = 0
         for i, block in enumerate(hits, 1):
             num_with_parts = num_with_parts + 1 if block.chain_id in self.published_parts else 0
-            if num_with_parts >= i - self.first_seen_block(i * self.block_size):
+            end = i * self.block_size
+            if num_with_parts >= i - self.first_seen_block(end) and not seq.cuts_an_image(end):
                 num_usable = i
         return hits[:num_usable]
 

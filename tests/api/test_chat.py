@@ -481,11 +481,25 @@ REFUSED = [
             f'`messages[0]["content"][0]` must be {{"type": "text", "text": ...}}, got {got}',
         )
         for part, got in (
-            ({"type": "image_url", "image_url": {}}, "'image_url'"),
-            ({"type": "input_audio", "input_audio": {}}, "'input_audio'"),
             ({"type": "refusal", "refusal": "No"}, "'refusal'"),
             ({"text": "Hi"}, "None"),
             ("Hi", "'Hi'"),
+        )
+    ),
+    *(
+        (
+            *({"messages": [{"role": "user", "content": [part]}]}, ValueError),
+            f'`messages[0]["content"][0]` must {rule}',
+        )
+        for part, rule in (
+            (
+                {"type": "image_url", "image_url": {}},
+                "have no images: Qwen3ForCausalLM does not see: use a model like Qwen3-VL",
+            ),
+            (
+                {"type": "input_audio", "input_audio": {}},
+                "be text or an image: sound is not supported",
+            ),
         )
     ),
     (

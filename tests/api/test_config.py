@@ -213,7 +213,7 @@ def test_defect_17_unknown_option_names_the_nearest(name, match, tmp_path):
 
 # As vLLM's examples and what others build on it pass them.
 NOTHING_ASKED = {
-    "allowed_local_media_path": "",
+    "allowed_media_domains": None,
     "async_scheduling": True,
     "attention_config": None,
     "config_format": "auto",
@@ -239,13 +239,11 @@ NOTHING_ASKED = {
     "enable_prefix_caching": None,
     "hf_overrides": None,
     "hf_token": None,
-    "limit_mm_per_prompt": {},
     "logits_processors": None,
     "max_logprobs": 20,
     "max_num_batched_tokens": None,
     "max_num_seqs": None,
     "max_seq_len_to_capture": 8192,
-    "mm_processor_kwargs": None,
     "num_gpu_blocks_override": None,
     "override_generation_config": {},
     "pipeline_parallel_size": 1,
@@ -449,8 +447,8 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(way, chec
             r"M4For.* keeps latents, .*\(MLA\)",
         ),
         (
-            {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {}},
-            "Qwen3VL.* reads images or sound; pass a text-only model",
+            {"architectures": ["InternVLForConditionalGeneration"], "vision_config": {}},
+            "InternVL.* reads images or sound; pass a text-only model",
         ),
         (
             {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "own.Own"}},

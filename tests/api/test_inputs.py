@@ -70,7 +70,7 @@ def make_intake(tokenizer, vocab_size, default=DEFAULT, max_model_len=MAX_MODEL_
 
 
 def read_all(intake, prompts):
-    return [intake.read_prompt(prompt, name) for name, prompt in name_prompts(prompts).items()]
+    return [intake.read_prompt(prompt, name)[:2] for name, prompt in name_prompts(prompts).items()]
 
 
 @pytest.fixture
@@ -164,7 +164,8 @@ def test_every_form_of_prompts_is_read(prompts, parsed, intake):
 STRINGS_OR = "must be a string, token ids, a dictionary, or a list of those, got"
 STRING_OR = "must be a string, a list of token ids or a dictionary, got"
 TOKEN_IDS = '`prompts["prompt_token_ids"]` must hold token ids, got'
-KEYS = "must have the keys `prompt` or `prompt_token_ids`, and no others, got"
+KEYS = "must have the keys `prompt` or `prompt_token_ids`, with images `multi_modal_data`, and no "
+KEYS += "others, got"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_defect_17_bad_prompt_is_named(prompts, error, message, intake):
 
 def test_defect_15_prompt_beyond_the_pool_is_refused_with_remedy():
     intake = make_intake(None, 20, max_model_len=100)
-    assert intake.read_prompt([1] * 15) == (None, [1] * 15)
+    assert intake.read_prompt([1] * 15)[:2] == (None, [1] * 15)
     with pytest.raises(
         ValueError, match=r"`prompt` must fit the KV cache of 16 tokens.*got 16.*num_kvcache_blocks"
     ):

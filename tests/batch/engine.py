@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.batch import ResumableSink, read_rows, run
+from nanovllm.images.prompts import NoImages
 
 
 class StandIn:
@@ -23,6 +24,7 @@ class StandIn:
     """
 
     tokenizer = None
+    image_prompts = NoImages("it is a stand-in")
     is_closed = False
 
     def __init__(self, max_num_seqs=4, keep=True, rate=0.5):

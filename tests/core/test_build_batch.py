@@ -52,8 +52,8 @@ def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> 
     assert batch.facts["temperatures"].tolist() == temperatures
     keys = [seq.random_key for seq, *_ in scheduled]
     assert batch.facts["random_keys"].tolist() == [list(key) for key in keys]
-    others = ("samples", "facts", "num_decodes", "prefixes")
-    assert batch.prefixes is None
+    others = ("samples", "facts", "num_decodes", "prefixes", "images")
+    assert batch.prefixes is None and batch.images is None
     assert all(x.dtype == np.int32 for k, x in batch._asdict().items() if k not in others)
     assert len(set(slots)) == len(slots), "two tokens in one slot"
 

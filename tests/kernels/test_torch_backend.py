@@ -24,13 +24,13 @@ from nanovllm.attention.torch_backend import MIN_PADDING, TorchBackend
 )
 def test_decode_of_mixed_lengths_pads_little(lens, monkeypatch):
     """One long sequence made every row of the step gather as many slots as it has."""
-    gathered, slots = [], torch_backend._slots
+    gathered, slots = [], torch_backend.slots_of
 
     def counting(tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
         gathered.append(len(tables) * positions.shape[1])
         return slots(tables, positions, block_size)
 
-    monkeypatch.setattr(torch_backend, "_slots", counting)
+    monkeypatch.setattr(torch_backend, "slots_of", counting)
     case = Case([1] * len(lens), lens, num_decodes=len(lens), hq=2, hkv=1, d=16)
     out = run_case(TorchBackend(), case)
     assert sum(lens) <= sum(gathered) <= 1.5 * sum(lens) + MIN_PADDING * len(lens)

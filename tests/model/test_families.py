@@ -809,7 +809,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 "sliding_window": 1024,
             },
             "torch_dtype": "bfloat16",
-            "vision_config": {"hidden_size": 1152},
+            "vision_config": {"hidden_size": 1152, "image_size": 896, "patch_size": 14},
         },
         {
             "head_dim": 256,
@@ -930,7 +930,10 @@ def test_of_a_model_that_sees_the_language_part_runs(
         tensors[prefix + name.removeprefix("model.").removeprefix("lm_head.")] = tensor
     save_file(tensors, whole / "model.safetensors")
     config = json.loads((text / "config.json").read_text())
-    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"layers": 1}}
+    outer = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "vision_config": {"image_size": 896, "patch_size": 14},
+    }
     (whole / "config.json").write_text(json.dumps({**outer, "text_config": config}))
     with LLM(whole, **SMALL) as llm:
         assert_greedy(text, PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False))

@@ -294,7 +294,7 @@ def test_published_configurations_are_read(tmp_path: Path) -> None:
         "model_type": "qwen3_5_moe",
         "text_config": TEXT_35B,
         "tie_word_embeddings": False,
-        "vision_config": {"depth": 27},
+        "vision_config": {"depth": 27, "out_hidden_size": 2048},
     }
     (tmp_path / "config.json").write_text(json.dumps(outer))
     config = ModelConfig.from_pretrained(str(tmp_path))
@@ -484,7 +484,7 @@ def test_published_files_have_other_parts(
         outer = {
             "architectures": [architecture.replace("ForCausalLM", "ForConditionalGeneration")],
             "tie_word_embeddings": inner["tie_word_embeddings"],
-            "vision_config": {"depth": 1},
+            "vision_config": {"depth": 1, "out_hidden_size": 64},
             "text_config": inner,
         }
         (published / "config.json").write_text(json.dumps(outer))

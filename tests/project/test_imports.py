@@ -10,8 +10,9 @@ from checkpoints import SMALL, TINY
 
 HOST_MODULES = {
     "adapters": "directory config parameters matching",
+    "images": "image positions processor reading urls prompts preparation",
     "engine": "sequence block_manager scheduler plan step_layout engine_core",
-    "scheduling": "admission prefixes stopping",
+    "scheduling": "admission encoder_cache prefixes stopping",
     "sizing": "memory model_size",
     "windows": "pages sliding_blocks",
     "requests": "inputs intake request detokenizer",
@@ -21,7 +22,7 @@ HOST_MODULES = {
 }
 USER_MODULES = "requests.beam_search requests.chat outputs sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
-NEVER += ["llguidance", "pyarrow"]
+NEVER += ["llguidance", "pyarrow", "PIL"]
 
 
 def imported(code: str, modules: list[str]) -> list[str]:

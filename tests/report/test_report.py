@@ -214,6 +214,33 @@ RUNS: dict[str, tuple[MadeTrace, list[str]]] = {
 }
 
 
+def pictures(count: int, waiting: int, **options: Any) -> MadeTrace:
+    """Steps, before each of which a request waits for an image as long as the step takes."""
+    made = MadeTrace()
+    for _ in range(count):
+        made.images(waiting, prepared=1, wait=0.004)
+        made.images(0).step(**{"seconds": 0.004, "decode": 256, **options})
+    return made.sequence(seconds=made.now - made.begin)
+
+
+RUNS |= {
+    "images": (pictures(50, 3), [findings.IMAGES]),
+    "images, and few sequences": (pictures(50, 3, decode=8), [findings.IMAGES]),
+    "a wait without images": (pictures(50, 0), [findings.HOST]),
+    "images, and a GPU that waits": (
+        pictures(50, 3, gpu=0.5),
+        [findings.IMAGES, findings.HOST],
+    ),
+}
+
+
+def test_images_that_are_not_ready_are_named_with_their_rate(path: Path) -> None:
+    [finding] = find(summary_of(path, pictures(50, 3)))
+    assert finding.share == pytest.approx(49 / 99), "the trace begins with a step"
+    assert "50 images were prepared, 126.3 a second" in finding.text and "20.0 ms" in finding.text
+    assert "CPU cores" in finding.remedy and "`max_pixels`" in finding.remedy
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_each_cause_is_found_and_no_other(name: str, path: Path) -> None:
     made, wanted = RUNS[name]

@@ -1,0 +1,75 @@
+"""The images of an engine's prompts, by its checkpoint and its options."""
+
+from typing import Any
+
+from nanovllm.checkpoint.families import FAMILIES
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.vision import VisionConfig
+from nanovllm.config import Config
+from nanovllm.images.processor import ImageProcessor
+from nanovllm.images.prompts import ImagePrompts, ImageTokens, NoImages, read_most_images
+from nanovllm.images.urls import Media
+from nanovllm.startup.build import read_image_processor
+
+
+def read_own_processor(config: Config, model_config: ModelConfig) -> ImageProcessor | NoImages:
+    """The processor of an engine's images, or why prompts have none.
+
+    Args:
+        config: options; `model` is a directory.
+        model_config: facts of the checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint's processor is missing or not supported, or
+            `mm_processor_kwargs` is not right for it.
+    """
+    if config.language_model_only:
+        return NoImages("this engine was built with language_model_only=True: leave that out")
+    if model_config.vision is None:
+        name = model_config.architecture
+        if FAMILIES[name].tower and model_config.source.get("vision_config") is not None:
+            return NoImages(
+                "the checkpoint has no vision tower or no image processor, as the log says: "
+                "download it again"
+            )
+        return NoImages(f"{name} does not see: use a model like Qwen3-VL")
+    return read_image_processor(config, model_config)
+
+
+def make_image_prompts(
+    processor: ImageProcessor | NoImages, config: Config, model_config: ModelConfig, tokenizer: Any
+) -> ImagePrompts | NoImages:
+    """The images of an engine's prompts.
+
+    Args:
+        processor: processor, from `read_own_processor`.
+        config: options.
+        model_config: facts of the checkpoint.
+        tokenizer: tokenizer of transformers; None: the checkpoint has none.
+    """
+    if isinstance(processor, NoImages):
+        return processor
+    vision = model_config.vision
+    assert vision is not None, "a processor without a tower"
+    return ImagePrompts(
+        processor,
+        _tokens(processor, vision, model_config.source, tokenizer),
+        read_most_images(config.limit_mm_per_prompt),
+        max(config.max_num_batched_tokens, processor.max_tokens),
+        Media(config.allowed_local_media_path),
+    )
+
+
+def _tokens(
+    processor: ImageProcessor, vision: VisionConfig, whole: dict[str, Any], tokenizer: Any
+) -> ImageTokens:
+    def text(token_id: int) -> str:
+        found = None if tokenizer is None else tokenizer.convert_ids_to_tokens(token_id)
+        return found or f"token {token_id}"
+
+    token = vision.image_token_id
+    if processor.fixed_size is None:
+        return ImageTokens(token, text(token))
+    # Gemma 3: templates write the begin alone.
+    begin, end = (text(whole.get(key, -1)) for key in ("boi_token_index", "eoi_token_index"))
+    return ImageTokens(token, begin, f"\n\n{begin}{text(token)}{end}\n\n")

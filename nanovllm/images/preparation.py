@@ -1,0 +1,336 @@
+"""`Preparation`: threads that read and resize the images of waiting requests, ahead of their turn.
+
+Pillow and PyTorch let other threads run meanwhile. One thread, the engine's, calls the methods; the
+others run `_prepare` alone. Imports torch only in these.
+"""
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nanovllm.images.image import Image, PlacedImage
+from nanovllm.images.processor import ImageProcessor
+from nanovllm.images.reading import Picture
+from nanovllm.utils.cgroup import cpus
+
+MAX_BYTES = 4 * 2**30  # of images that are prepared or being prepared, and of pictures being read
+MAX_THREADS = 32
+AHEAD = 2  # pictures given to the threads, for each of them
+
+
+@dataclass(frozen=True, eq=False)
+class SizedPicture:
+    """A picture, and the size that it gets.
+
+    Attributes:
+        picture: the picture.
+        height, width: size when it is resized.
+        num_tokens: number of its placeholders.
+    """
+
+    picture: Picture
+    height: int
+    width: int
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the prepared image."""
+        return 3 * self.height * self.width
+
+    @property
+    def cost(self) -> int:
+        """Memory while it is prepared."""
+        return self.num_bytes + 3 * self.picture.height * self.picture.width
+
+
+class PlacedPicture(NamedTuple):
+    """A picture in a prompt.
+
+    Attributes:
+        offset: index of its first placeholder among the prompt's tokens.
+        sized: the picture.
+    """
+
+    offset: int
+    sized: SizedPicture
+
+
+class Prepared(NamedTuple):
+    """A picture that has been prepared.
+
+    Attributes:
+        image: the image; None if there is an error.
+        error: the error, in a sentence.
+        began_at, ended_at: seconds of time.perf_counter.
+        thread: number of the thread, from 0.
+    """
+
+    image: Image | None
+    error: str | None
+    began_at: float
+    ended_at: float
+    thread: int
+
+
+class Ready(NamedTuple):
+    """A request whose images are ready, or one of which cannot be.
+
+    Attributes:
+        request_id: id of the request.
+        images: its images.
+        error: the error of one of them; None: all are ready.
+    """
+
+    request_id: int
+    images: tuple[PlacedImage, ...]
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class _Job:
+    """A picture that some requests wait for, or have.
+
+    Attributes:
+        sized: the picture.
+        users: ids of these requests.
+        held: bytes counted for it now.
+        is_running: whether a thread has it.
+        prepared: what became of it; None: nothing yet.
+    """
+
+    sized: SizedPicture
+    users: set[int] = field(default_factory=set)
+    held: int = 0
+    is_running: bool = False
+    prepared: Prepared | None = None
+
+
+@dataclass
+class PreparationCounts:
+    """Counters of an engine's preparation.
+
+    Attributes:
+        num_images_prepared: images prepared, those of several prompts once.
+        num_images_failed: pictures that could not be read.
+        image_seconds: time that threads took for these, all together.
+    """
+
+    num_images_prepared: int = 0
+    num_images_failed: int = 0
+    image_seconds: float = 0.0
+
+
+class Preparation:
+    """The images of an engine's requests, from their arrival to the requests' end.
+
+    Pictures are prepared in the order of the requests, each once for all requests that have it. The
+    memory of those being prepared, of the images of waiting requests and of those that the engine
+    has is bounded; one request that needs more gets it when nothing else is there.
+
+    Args:
+        processor: processor of the model.
+        num_threads: threads; 0: as many as there are processors.
+        max_bytes: bound on the memory.
+
+    Attributes:
+        counts: counters.
+        held_bytes: memory that is counted now.
+        note: function that is called with each picture that has been prepared.
+    """
+
+    def __init__(
+        self, processor: ImageProcessor, num_threads: int = 0, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self._processor = processor
+        self._num_threads = num_threads or default_threads()
+        self._max_bytes = max_bytes
+        self.counts, self.held_bytes = PreparationCounts(), 0
+        self.note: Callable[[Prepared], None] = lambda prepared: None
+        self._threads: ThreadPoolExecutor | None = None  # started for the first picture
+        self._done: queue.SimpleQueue[tuple[_Job, Prepared]] = queue.SimpleQueue()
+        self._has_done = threading.Event()
+        self._jobs: dict[Hashable, _Job] = {}  # by source and size
+        self._queue: deque[_Job] = deque()  # not given to a thread, the oldest first
+        self._num_running = 0
+        self._requests: dict[int, tuple[PlacedPicture, ...]] = {}
+        self._missing: dict[int, int] = {}  # pictures that a waiting request lacks
+        self._ready: deque[int] = deque()
+
+    def add(self, request_id: int, pictures: tuple[PlacedPicture, ...]) -> None:
+        """Have the pictures of a request prepared."""
+        assert request_id not in self._requests, f"request {request_id} is there"
+        jobs = {self._job(placed.sized) for placed in pictures}
+        self._requests[request_id] = pictures
+        for job in jobs:
+            job.users.add(request_id)
+        self._missing[request_id] = sum(job.prepared is None for job in jobs)
+        if not self._missing[request_id] or any(map(_has_failed, jobs)):
+            self._ready.append(request_id)
+        self._start()
+
+    def take_ready(self, is_idle: bool) -> list[Ready]:
+        """The requests whose images have become ready, in this order. Their memory counts until
+        `release`.
+
+        Args:
+            is_idle: whether the engine has no other request, so that none will release memory.
+        """
+        self._has_done.clear()
+        while not self._done.empty():
+            self._book(*self._done.get())
+        if is_idle and not self._ready and not self._num_running:
+            self._start(even_beyond=True)
+        else:
+            self._start()
+        ready = []
+        while self._ready:
+            request_id = self._ready.popleft()
+            if self._missing.pop(request_id, None) is not None:
+                ready.append(self._images(request_id))
+        return ready
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a picture has been prepared, or this time has passed. Ctrl-C may come here:
+        nothing is changed.
+        """
+        if self._num_running:
+            self._has_done.wait(seconds)
+
+    def release(self, request_ids: Iterable[int]) -> None:
+        """Forget requests, ready or not: they have ended. Unknown ones are passed over."""
+        for request_id in request_ids:
+            self._missing.pop(request_id, None)
+            for placed in self._requests.pop(request_id, ()):
+                job = self._jobs.get(_key(placed.sized))
+                if job is None:
+                    continue  # a picture that the request has twice
+                job.users.discard(request_id)
+                if not job.users:
+                    del self._jobs[_key(placed.sized)]
+                    if not job.is_running:
+                        self._hold(job, 0)
+
+    def close(self) -> None:
+        """End the threads, and forget everything. May be called again, and used again then."""
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(cancel_futures=True)
+        while not self._done.empty():
+            self._done.get()
+        for books in (self._jobs, self._queue, self._requests, self._missing, self._ready):
+            books.clear()
+        self._num_running = self.held_bytes = 0
+
+    @property
+    def num_images_waiting(self) -> int:
+        """Pictures that requests wait for."""
+        return sum(job.prepared is None for job in self._jobs.values())
+
+    @property
+    def requests(self) -> Iterable[int]:
+        """The requests that have images here, waiting or not."""
+        return self._requests
+
+    # -- the books ------------------------------------------------------------------------------
+
+    def _job(self, sized: SizedPicture) -> _Job:
+        job = self._jobs.get(_key(sized))
+        if job is None:
+            job = self._jobs[_key(sized)] = _Job(sized)
+            self._queue.append(job)
+        return job
+
+    def _hold(self, job: _Job, num_bytes: int) -> None:
+        self.held_bytes += num_bytes - job.held
+        job.held = num_bytes
+
+    def _start(self, even_beyond: bool = False) -> None:
+        """Give pictures to the threads while there is memory for them; `even_beyond` it the first
+        one.
+        """
+        while self._queue and self._num_running < AHEAD * self._num_threads:
+            job = self._queue[0]
+            if job.users:
+                fits = self.held_bytes + job.sized.cost <= self._max_bytes
+                if not fits and not even_beyond and self.held_bytes:
+                    return
+                even_beyond = False
+                self._submit(job)
+            self._queue.popleft()
+
+    def _submit(self, job: _Job) -> None:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_threads, "images")  # images_0 ...
+        done, has_done, sized = self._done, self._has_done, job.sized
+
+        def tell(future: Future[Prepared]) -> None:
+            if not future.cancelled():
+                done.put((job, future.result()))
+                has_done.set()
+
+        self._hold(job, sized.cost)
+        job.is_running = True
+        self._num_running += 1
+        self._threads.submit(_prepare, sized, self._processor).add_done_callback(tell)
+
+    def _book(self, job: _Job, prepared: Prepared) -> None:
+        self._num_running -= 1
+        job.is_running, job.prepared = False, prepared
+        is_kept = prepared.image is not None and job.users
+        self._hold(job, job.sized.num_bytes if is_kept else 0)
+        self.counts.num_images_prepared += prepared.image is not None
+        self.counts.num_images_failed += prepared.image is None
+        self.counts.image_seconds += prepared.ended_at - prepared.began_at
+        self.note(prepared)
+        for request_id in sorted(job.users & self._missing.keys()):
+            self._missing[request_id] -= 1
+            if not self._missing[request_id] or prepared.image is None:
+                self._ready.append(request_id)
+
+    def _images(self, request_id: int) -> Ready:
+        images = []
+        for placed in self._requests[request_id]:
+            prepared = self._jobs[_key(placed.sized)].prepared
+            if prepared is not None and prepared.image is not None:
+                images.append(PlacedImage(placed.offset, prepared.image))
+            elif prepared is not None:
+                return Ready(request_id, (), prepared.error)
+        return Ready(request_id, tuple(images))
+
+
+def default_threads() -> int:
+    """As many threads as this process has processors, within reason."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return int(max(1, min(count, cpus(), MAX_THREADS)))
+
+
+def _key(sized: SizedPicture) -> Hashable:
+    return sized.picture.source, sized.height, sized.width
+
+
+def _has_failed(job: _Job) -> bool:
+    return job.prepared is not None and job.prepared.image is None
+
+
+def _prepare(sized: SizedPicture, processor: ImageProcessor) -> Prepared:
+    """Read and resize a picture, in a thread. Any error is that of the picture's requests."""
+    from nanovllm.images.resizing import resize
+
+    began_at, image, error = time.perf_counter(), None, None
+    try:
+        pixels = resize(sized.picture.read(), sized.height, sized.width, processor.resample)
+        image = Image.of(pixels, processor.patch_size, sized.num_tokens)
+    except ValueError as refused:
+        error = str(refused)
+    except Exception as failed:  # out of memory, say
+        error = f"an image cannot be prepared ({type(failed).__name__}: {failed})"
+    thread = int(threading.current_thread().name.rpartition("_")[2])
+    return Prepared(image, error, began_at, time.perf_counter(), thread)

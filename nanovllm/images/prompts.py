@@ -1,0 +1,256 @@
+"""`ImagePrompts`: the images of prompts, opened and counted, and their places among the tokens.
+
+A prompt has one placeholder for each image, as chat templates write them; it is repeated to the
+image's number of tokens, which its size alone tells. Imports no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from nanovllm.images.preparation import PlacedPicture, SizedPicture
+from nanovllm.images.processor import ImageProcessor, read_limits
+from nanovllm.images.reading import open_picture
+from nanovllm.images.urls import Media
+from nanovllm.utils.checks import check_int
+
+OTHERS = {  # what multi_modal_data may have elsewhere
+    "audio": "sound is",
+    "video": "videos are",
+    "image_embeds": "embeddings of images are",
+    "vision_chunk": "videos are",
+}
+SIZED = "mm_processor_kwargs"
+MOST_IMAGES = 999  # in a prompt, as in vLLM
+LIMIT = "limit_mm_per_prompt"
+
+
+class ImageTokens(NamedTuple):
+    """The placeholders of a model.
+
+    Attributes:
+        token_id: token that stands for a part of an image.
+        text: placeholder of an image in a text.
+        expanded: text that takes its place before it is tokenised, with the token once; "": none.
+    """
+
+    token_id: int
+    text: str
+    expanded: str = ""
+
+
+class NoImages:
+    """The images of prompts where there are none.
+
+    Args:
+        reason: reason why, with the remedy.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def open(self, data: Any, limits: Any, name: str) -> list[SizedPicture]:
+        """No images. ValueError if there are some, see `ImagePrompts.open`."""
+        if images_of(data, name):
+            self.refuse(name)
+        read_limits(limits, f'{name}["{SIZED}"]')
+        return []
+
+    def refuse(self, name: str) -> NoReturn:
+        """ValueError: `name` has images."""
+        raise ValueError(f"`{name}` must have no images: {self._reason}")
+
+    def find(self, given: Any, name: str) -> NoReturn:
+        """ValueError: a message has an image."""
+        self.refuse(name)
+
+    def in_text(self, text: str) -> str:
+        """A prompt's text as it is tokenised."""
+        return text
+
+    def place(
+        self, token_ids: list[int], images: Sequence[SizedPicture], name: str
+    ) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        """The tokens as they are, and no places."""
+        return token_ids, ()
+
+
+class ImagePrompts:
+    """The images of one engine's prompts.
+
+    Args:
+        processor: processor of the model, with the engine's limits.
+        tokens: placeholders of the model.
+        most: largest number of images in a prompt.
+        most_tokens: largest number of tokens of an image.
+        media: images that messages may name.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        tokens: ImageTokens,
+        most: int,
+        most_tokens: int,
+        media: Media,
+    ) -> None:
+        self.processor, self.tokens, self._media = processor, tokens, media
+        self._most, self._most_tokens = most, most_tokens
+
+    def find(self, given: Any, name: str) -> Any:
+        """The image in a message; for strings see `Media.find`."""
+        if isinstance(given, Mapping) and given.get("bytes") is None:
+            given = given.get("path", given)
+        return self._media.find(given, name) if isinstance(given, str) else given
+
+    def open(self, data: Any, limits: Any, name: str) -> list[SizedPicture]:
+        """The images of a prompt, of which the sizes are read.
+
+        Args:
+            data: its `multi_modal_data`; None: it has none.
+            limits: its `mm_processor_kwargs`.
+            name: name of the prompt in errors.
+
+        Raises:
+            TypeError, ValueError: naming the mistake.
+        """
+        given = images_of(data, name)
+        if len(given) > self._most:
+            raise ValueError(
+                f"`{name}` must have at most {self._most} images ({LIMIT}), got {len(given)}"
+            )
+        processor = self.processor.with_limits(limits, f'{name}["{SIZED}"]')
+        return [self._size(image, of, processor) for of, image in given.items()]
+
+    def _size(self, given: Any, name: str, processor: ImageProcessor) -> SizedPicture:
+        picture = open_picture(given, name)
+        try:
+            height, width = processor.resized(picture.height, picture.width)
+        except ValueError as error:
+            raise ValueError(f"`{name}` {error}") from None
+        count = processor.num_tokens(height, width)
+        if count > self._most_tokens:
+            raise ValueError(
+                f"`{name}` must have at most {self._most_tokens} tokens, got {count} of "
+                f"{width} x {height} pixels: lower max_pixels in {SIZED}, or raise it in those of "
+                "LLM()"
+            )
+        return SizedPicture(picture, height, width, count)
+
+    def in_text(self, text: str) -> str:
+        """A prompt's text as it is tokenised."""
+        if not self.tokens.expanded:
+            return text
+        return text.replace(self.tokens.text, self.tokens.expanded)
+
+    def place(
+        self, token_ids: list[int], images: Sequence[SizedPicture], name: str
+    ) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        """Give images their places in a prompt.
+
+        Args:
+            token_ids: tokens of the prompt, with a placeholder for each image; or already with as
+                many as each image has tokens.
+            images: its images.
+            name: name of the prompt in errors.
+
+        Returns:
+            The tokens with all placeholders, and the places.
+
+        Raises:
+            ValueError: if there are more or fewer placeholders than images.
+        """
+        pad = self.tokens.token_id
+        runs = _runs(token_ids, pad)
+        counts = [image.num_tokens for image in images]
+        if [end - start for start, end in runs] == counts:
+            places = zip((start for start, _ in runs), images, strict=True)
+            return token_ids, tuple(PlacedPicture(*each) for each in places)
+        found = sum(end - start for start, end in runs)
+        if found != len(images):
+            raise ValueError(self._mismatch(found, counts, name))
+        placed: list[PlacedPicture] = []
+        whole: list[int] = []
+        rest = iter(images)
+        for token_id in token_ids:
+            if token_id == pad:
+                image = next(rest)
+                placed.append(PlacedPicture(len(whole), image))
+                whole.extend([pad] * image.num_tokens)
+            else:
+                whole.append(token_id)
+        return whole, tuple(placed)
+
+    def _mismatch(self, found: int, counts: list[int], name: str) -> str:
+        needed, images = len(counts), f"{len(counts)} image{'s' * (len(counts) != 1)}"
+        said = f"`{name}` must have a placeholder {self.tokens.text} for each image"
+        if not needed:
+            return f"{said}, got {found} without images: pass them in multi_modal_data"
+        if found > needed and sum(counts) != found:
+            also = f", or as many as they have tokens ({sum(counts):,})"
+        else:
+            also = ""
+        return f"{said}{also}, got {found} for {images}"
+
+
+def read_most_images(limit: Any) -> int:
+    """The largest number of images in a prompt that `limit_mm_per_prompt` allows.
+
+    Raises:
+        TypeError, ValueError: if it is no such limit.
+    """
+    if limit is None:
+        return MOST_IMAGES
+    if not isinstance(limit, Mapping):
+        raise TypeError(f'`{LIMIT}` must be a dictionary like {{"image": 2}}, got {limit!r}')
+    most = MOST_IMAGES
+    for kind, value in limit.items():
+        count: Any = value.get("count") if isinstance(value, Mapping) else value
+        if kind not in ("image", "video", "audio"):
+            raise ValueError(f'`{LIMIT}` must have the key "image", got {kind!r}')
+        check_int(f"{LIMIT}.{kind}", count, 0)
+        if kind == "image":
+            most = int(count)
+        elif count:
+            raise ValueError(
+                f"`{LIMIT}.{kind}` must be 0, got {count}: prompts have text and images alone"
+            )
+    return most
+
+
+def images_of(data: Any, name: str) -> dict[str, Any]:
+    """The images in a prompt's `multi_modal_data`, keyed by their names in errors.
+
+    Raises:
+        TypeError, ValueError: if there is anything but images.
+    """
+    if data is None:
+        return {}
+    where = f'{name}["multi_modal_data"]'
+    if not isinstance(data, Mapping):
+        raise TypeError(f'`{where}` must be a dictionary with "image", got {type(data).__name__}')
+    for key, value in data.items():
+        if key in OTHERS and value is not None and value != []:
+            raise ValueError(f"`{where}` must have images alone: {OTHERS[key]} not supported")
+        if key != "image" and key not in OTHERS:
+            raise ValueError(f'`{where}` must have the key "image" and no others, got {key!r}')
+    given = data.get("image")
+    if given is None:
+        return {}
+    if isinstance(given, (list, tuple)):
+        return {f'{where}["image"][{i}]': image for i, image in enumerate(given)}
+    return {f'{where}["image"]': given}
+
+
+def _runs(token_ids: list[int], pad: int) -> list[tuple[int, int]]:
+    """The runs of placeholders, each from its first index to that after its last."""
+    runs: list[tuple[int, int]] = []
+    index, count = 0, len(token_ids)
+    while index < count:
+        try:
+            start = index = token_ids.index(pad, index)
+        except ValueError:
+            break
+        while index < count and token_ids[index] == pad:
+            index += 1
+        runs.append((start, index))
+    return runs

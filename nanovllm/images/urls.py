@@ -1,0 +1,118 @@
+"""URLs of images: data in them, and files of this machine that callers allow."""
+
+import base64
+import binascii
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import url2pathname
+
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # RFC 3986; a single letter is a drive
+MOST_SHOWN = 120  # characters of a path or URL in errors
+
+
+class Media:
+    """The images that messages may name by strings.
+
+    Args:
+        allowed_path: folder whose files may be named; "": none.
+    """
+
+    def __init__(self, allowed_path: str) -> None:
+        self._folder = Path(allowed_path).resolve() if allowed_path else None
+
+    def find(self, named: str, name: str) -> Any:
+        """The image of a URL or path, for `open_picture`.
+
+        Args:
+            named: data URL, file URL or path.
+            name: name of the argument in errors.
+
+        Raises:
+            ValueError: if it must not be read.
+        """
+        kind = scheme(named)
+        if kind == "data":
+            return named
+        if kind not in ("", "file"):
+            raise ValueError(
+                f"`{name}` must be a data URL or a file, got {short(named)}: nothing is fetched "
+                "from the network, so download it"
+            )
+        path = Path(path_of_url(named, name) if kind else named)
+        if self._folder is None:
+            raise ValueError(
+                f"`{name}` names a file, {short(named)}: pass allowed_local_media_path to LLM(), "
+                "a folder whose files messages may name"
+            )
+        try:
+            inside = path.resolve().is_relative_to(self._folder)  # also where a link leads
+        except (OSError, ValueError, RuntimeError) as error:  # no path, or links in a circle
+            raise ValueError(f"`{name}` cannot be read: {short(named)}: {error}") from None
+        if not inside:
+            raise ValueError(
+                f"`{name}` must be a file below `allowed_local_media_path` ({self._folder}), got "
+                f"{short(named)}"
+            )
+        return path
+
+
+def read_folder(path: Any) -> str:
+    """The value of `allowed_local_media_path` as a string.
+
+    Raises:
+        TypeError, ValueError: if it is no folder.
+    """
+    name = "allowed_local_media_path"
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f'`{name}` must be the path of a folder, or "", got {path!r}')
+    folder = os.fspath(path)
+    if folder and not os.path.isdir(folder):
+        raise ValueError(f"`{name}` must be a folder that exists, got {folder!r}")
+    return os.path.abspath(folder) if folder else ""
+
+
+def scheme(text: str) -> str:
+    """The scheme of a URL, in small letters; "" if the text is none."""
+    found = SCHEME.match(text)
+    return found[1].lower() if found else ""
+
+
+def data_of_url(url: str, name: str) -> bytes:
+    """The data in a `data:` URL (RFC 2397). `name` stands for it in errors.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    kind, comma, data = url.partition(",")
+    if not comma or not data:
+        raise ValueError(f"`{name}` must have data behind a comma, got {short(url)}")
+    found = unquote_to_bytes(data)
+    if not kind.endswith(";base64"):
+        return found
+    try:
+        return base64.b64decode(found)
+    except binascii.Error as error:
+        raise ValueError(f"`{name}` must be valid base64, got {short(url)} ({error})") from None
+
+
+def path_of_url(url: str, name: str) -> str:
+    """The path in a `file:` URL. `name` stands for it in errors.
+
+    Raises:
+        ValueError: if it names another machine.
+    """
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise ValueError(f"`{name}` must be a file of this machine, got {short(url)}")
+    return url2pathname(parts.path)
+
+
+# -- kinds of pictures --------------------------------------------------------------------------
+
+
+def short(text: str) -> str:
+    """A path or URL in quotes, the beginning of a long one."""
+    return repr(text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "...")

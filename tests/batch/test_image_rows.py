@@ -1,0 +1,212 @@
+"""Rows with images: JSON Lines, OpenAI's batch format, data frames, and replicas of the engine."""
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+from seeing import GREEDY, PICTURE, make_seeing, photo
+
+from checkpoints import SMALL
+from nanovllm import LLM
+from nanovllm.batch import Generate, ResumableSink, read_rows, run
+
+OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "max_num_batched_tokens": 256}
+A, B = photo(100, 70, 1), photo(64, 96, 2)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_seeing(tmp_path_factory.mktemp("seeing") / "model")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures, one of which breaks off."""
+    folder = tmp_path_factory.mktemp("pictures")
+    A.save(folder / "a.png")
+    B.save(folder / "b.png")
+    photo(200, 200, 3).save(folder / "cut.png")
+    data = (folder / "cut.png").read_bytes()
+    (folder / "cut.png").write_bytes(data[: len(data) // 3])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path, folder: Path) -> Iterator[LLM]:
+    with LLM(path, **OPTIONS, allowed_local_media_path=str(folder)) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def texts(llm: LLM) -> dict[str, str]:
+    """The answers to "what?" in a chat, and to a plain prompt, about each picture."""
+    found = {}
+    for name, image in (("a", A), ("b", B)):
+        message = [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]
+        [answer] = llm.chat([{"role": "user", "content": message}], GREEDY, use_tqdm=False)
+        found[f"chat {name}"] = answer.outputs[0].text
+        prompt = {"prompt": f"{PICTURE}what?", "multi_modal_data": {"image": image}}
+        found[f"plain {name}"] = llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].text
+    assert len({*found.values()}) > 1, "pictures matter"
+    return found
+
+
+def url(image: Pillow.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def test_rows_of_a_file(llm: LLM, folder: Path, tmp_path: Path, texts: dict[str, str]) -> None:
+    a, b, cut = (str(folder / f"{name}.png") for name in ("a", "b", "cut"))
+    bare = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        ({"prompt": f"{PICTURE}what?", "multi_modal_data": {"image": a}}, "plain a"),
+        ({"prompt": f"{PICTURE}what?", "multi_modal_data": {"image": [b]}}, "plain b"),
+        ({"prompt": f"{PICTURE}what?", "multi_modal_data": {"image": cut}}, None),
+        ({"prompt": f"{PICTURE}what?", "multi_modal_data": {"image": "missing.png"}}, None),
+        (
+            {
+                "messages": [{"role": "user", "content": bare}],
+                "multi_modal_data": {"image": b},
+            },
+            "chat b",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image", "image": a, "text": None}, bare[1]],
+                    }
+                ]
+            },
+            "chat a",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "what?"}], "multi_modal_data": {"image": b}},
+            None,
+        ),
+        (
+            {"prompt": "what?", "multi_modal_data": {"image": b}},
+            None,
+        ),
+    ]
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row, _ in cases))
+    with ResumableSink(out) as sink:
+        for result in run(llm, sink.unfinished(read_rows(file)), GREEDY):
+            sink.write(result)
+    lines = {line["_row"]: line for line in map(json.loads, out.read_text().splitlines())}
+    for i, (row, name) in enumerate(cases):
+        assert (lines[i]["error"] is None) == (name is not None), lines[i]
+        if name is not None:
+            assert lines[i]["generated_text"] == texts[name]
+            assert lines[i].get("multi_modal_data") == row.get("multi_modal_data")
+    assert "cut.png" in lines[2]["error"] and "missing.png" in lines[3]["error"]
+    assert '{"type": "image"} for each image beside it, got 1 images more' in lines[6]["error"]
+    with ResumableSink(out) as sink:
+        assert not list(sink.unfinished(read_rows(file))), "all are finished"
+
+
+def test_prompts_as_messages_show_their_images_first(
+    llm: LLM, folder: Path, texts: dict[str, str]
+) -> None:
+    rows = [{"prompt": "what?", "multi_modal_data": {"image": str(folder / "a.png")}}]
+    [result] = run(llm, rows, GREEDY, chat=True)
+    assert result.error is None and result.output is not None
+    assert result.output.outputs[0].text == texts["chat a"]
+
+
+def test_requests_of_openai(llm: LLM, folder: Path, tmp_path: Path, texts: dict[str, str]) -> None:
+    def row(custom_id: str, image: str) -> dict[str, Any]:
+        content = [
+            {"type": "image_url", "image_url": {"url": image, "detail": "low"}},
+            {"type": "text", "text": "what?"},
+        ]
+        body = {"model": "x", "messages": [{"role": "user", "content": content}]}
+        return {
+            "custom_id": custom_id,
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {**body, "max_tokens": GREEDY.max_tokens, "temperature": 0},
+        }
+
+    outside = tmp_path / "outside.png"
+    A.save(outside)
+    rows = [
+        row("data", url(A)),
+        row("file", (folder / "b.png").as_uri()),
+        row("outside", outside.as_uri()),
+        row("network", "https://example.org/a.png"),
+    ]
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    results = {
+        result.row.custom_id: result.to_dict() for result in run(llm, read_rows(file), GREEDY)
+    }
+    said = {
+        custom_id: each["response"]["body"]["choices"][0]["message"]["content"]
+        for custom_id, each in results.items()
+        if each["error"] is None
+    }
+    # The body has no ignore_eos, which ends no text of these.
+    assert said == {"data": texts["chat a"], "file": texts["chat b"]}
+    assert "must be a file below" in results["outside"]["error"]["message"]
+    assert "nothing is fetched" in results["network"]["error"]["message"]
+    assert results["network"]["response"]["status_code"] == 400
+
+
+def test_data_frames(path: Path, folder: Path, texts: dict[str, str]) -> None:
+    """Columns of paths, bytes, arrays and of structs with them; of numpy, pandas and Arrow."""
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    a, b = folder / "a.png", folder / "b.png"
+    prompts = ["what?", "what?", "hm"]
+    columns: list[Any] = [
+        [str(a), str(b), None],
+        [a.read_bytes(), b.read_bytes(), None],
+        [np.asarray(A), np.asarray(B), None],
+        [[str(a)], [str(b)], []],
+        [{"bytes": a.read_bytes(), "path": None}, {"bytes": None, "path": str(b)}, None],
+    ]
+    with Generate(
+        path,
+        image_column="image",
+        chat=True,
+        sampling_params={"temperature": 0, "max_tokens": GREEDY.max_tokens, "ignore_eos": True},
+        **OPTIONS,
+    ) as generate:
+        for i, column in enumerate(columns):
+            array = np.empty(3, object)
+            array[:] = column
+            batches: list[Any] = [{"prompt": np.array(prompts, object), "image": array}]
+            batches.append(pandas.DataFrame({"prompt": prompts, "image": array}))
+            if i != 2:
+                batches.append(pyarrow.table({"prompt": prompts, "image": column}))
+            for batch in batches:
+                out = generate(batch)
+                found = out["generated_text"]
+                found = found.to_pylist() if hasattr(found, "to_pylist") else list(found)
+                assert found[:2] == [texts["chat a"], texts["chat b"]]
+                assert isinstance(found[2], str)
+
+
+@pytest.mark.slow
+def test_replicas_get_images(path: Path, folder: Path, texts: dict[str, str]) -> None:
+    prompts = [
+        {"prompt": f"{PICTURE}what?", "multi_modal_data": {"image": folder / f"{name}.png"}}
+        for name in ("a", "b", "cut", "b", "a")
+    ]
+    with LLM(path, **OPTIONS, data_parallel_size=2) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        metrics = llm.metrics()
+    assert [output.error is None for output in outputs] == [True, True, False, True, True]
+    for i, name in ((0, "a"), (1, "b"), (3, "b"), (4, "a")):
+        assert outputs[i].outputs[0].text == texts[f"plain {name}"]
+    assert metrics["num_images_prepared"] == 2 and metrics["num_images_failed"] == 1

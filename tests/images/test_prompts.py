@@ -1,0 +1,114 @@
+"""Placeholders and images of a prompt."""
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from nanovllm.images.processor import ImageProcessor
+from nanovllm.images.prompts import ImagePrompts, ImageTokens
+from nanovllm.images.urls import Media
+
+PROCESSOR = ImageProcessor(4, 2, "bicubic", min_pixels=64, max_pixels=64 * 50)
+PAD, TEXT = 99, "<|image_pad|>"
+
+
+def prompts(most=3, tokens=None, media=""):
+    tokens = tokens or ImageTokens(PAD, TEXT)
+    return ImagePrompts(PROCESSOR, tokens, most, 60, Media(str(media)))
+
+
+def pixels(height, width):
+    return np.zeros((height, width, 3), np.uint8)
+
+
+def place(token_ids, *images):
+    ours = prompts()
+    opened = ours.open({"image": [*images]}, None, "prompt")
+    return ours.place(token_ids, opened, "prompt")
+
+
+def test_a_placeholder_is_repeated():
+    whole, places = place([1, PAD, 2, PAD, PAD, 3], pixels(16, 24), pixels(8, 8), pixels(8, 16))
+    assert whole == [1, *[PAD] * 6, 2, PAD, *[PAD] * 2, 3]
+    assert [each.offset for each in places] == [1, 8, 9]
+    assert [each.sized.num_tokens for each in places] == [6, 1, 2]
+
+
+def test_placeholders_that_are_repeated_already():
+    given = [1, *[PAD] * 6, 2, *[PAD] * 2, 3]
+    whole, places = place(given, pixels(16, 24), pixels(8, 16))
+    assert whole == given and [each.offset for each in places] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "num_images", "message"),
+    [
+        ([1, PAD], 0, r"placeholder <\|image_pad\|> for each image, got 1 without images: pass"),
+        ([1, 2], 1, "for each image, got 0 for 1 image$"),
+        ([PAD, 1], 2, "for each image, got 1 for 2 images$"),
+        ([PAD, 1, PAD], 1, r"or as many as they have tokens \(6\), got 2 for 1 image$"),
+    ],
+)
+def test_as_many_placeholders_as_images(token_ids, num_images, message):
+    with pytest.raises(ValueError, match="`prompt` must have a .*" + message):
+        place(token_ids, *[pixels(16, 24)] * num_images)
+
+
+def test_a_text_that_takes_the_place_of_a_placeholder():
+    ours = prompts(tokens=ImageTokens(PAD, "<start>", "\n\n<start><soft><end>\n\n"))
+    assert ours.in_text("a <start> b") == "a \n\n<start><soft><end>\n\n b"
+    assert prompts().in_text(f"a {TEXT}") == f"a {TEXT}"
+
+
+def test_limits_of_one_prompt():
+    ours = prompts()
+    [plain] = ours.open({"image": pixels(80, 40)}, None, "prompt")
+    [small] = ours.open({"image": pixels(80, 40)}, {"max_pixels": 900}, "prompt")
+    assert (plain.height, plain.width, plain.num_tokens) == (80, 40, 50)
+    assert small.num_tokens < 900 / 64 < plain.num_tokens
+    with pytest.raises(ValueError, match=r"at most 60 tokens, got 100 .*: lower max_pixels in"):
+        ours.open({"image": pixels(80, 80)}, {"max_pixels": 99999}, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"video": [0]}, r"\"multi_modal_data\"\]` must have images alone: videos are not"),
+        ({"image": None, "audio": b""}, "must have images alone: sound is not supported"),
+        ({"images": []}, "must have the key \"image\" and no others, got 'images'"),
+        ([1], 'must be a dictionary with "image", got list'),
+        ({"image": [pixels(8, 8)] * 4}, "`prompt` must have at most 3 images .*, got 4"),
+        ({"image": [pixels(8, 8), 7]}, r"\[\"image\"\]\[1\]` must be a PIL image"),
+        ({"image": pixels(2, 402)}, r"\[\"image\"\]` must have sides of which one is at most 200"),
+    ],
+)
+def test_what_is_refused(data, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        prompts().open(data, None, "prompt")
+
+
+def test_nothing_given():
+    for data in (None, {}, {"image": None}, {"image": [], "video": None}):
+        assert prompts().open(data, None, "prompt") == []
+
+
+def test_files_that_messages_may_name(tmp_path):
+    allowed, other = tmp_path / "a", tmp_path / "b"
+    for folder in (allowed, other):
+        folder.mkdir()
+        Pillow.new("RGB", (8, 8)).save(folder / "x.png")
+    (allowed / "link.png").symlink_to(other / "x.png")
+    media = Media(str(allowed))
+    for named in (str(allowed / "x.png"), (allowed / "x.png").as_uri()):
+        assert media.find(named, "url") == allowed / "x.png"
+    assert media.find("data:image/png;base64,AAAA", "url") == "data:image/png;base64,AAAA"
+    for path in (other / "x.png", allowed / "link.png", allowed / ".." / "b" / "x.png"):
+        with pytest.raises(ValueError, match="`url` must be a file below `allowed_local_media_pa"):
+            media.find(path.as_uri() if path.is_symlink() else str(path), "url")
+    for kind in ("http", "https", "ftp", "s3"):
+        with pytest.raises(ValueError, match="nothing is fetched from the network, so download"):
+            media.find(f"{kind}://example.org/x.png", "url")
+    with pytest.raises(ValueError, match="pass allowed_local_media_path to LLM"):
+        Media("").find((allowed / "x.png").as_uri(), "url")
+    with pytest.raises(ValueError, match="cannot be read"):
+        media.find("a\0b", "url")

@@ -1,0 +1,85 @@
+"""Gemma 3, whose tokens of an image see each other, against transformers' `generate`: no chunk and
+no prefix of the cache ends inside an image.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from modes import MODES, SMALL_POOLS, Mode, engine_in
+from vision_checkpoints import make_gemma3, picture, reference, run
+
+from checkpoints import SMALL, greedy, tokens, with_rare
+from nanovllm import LLM
+
+ONE, TWO, THREE = (picture(64, 64, seed) for seed in (1, 2, 3))
+PROMPTS: list[list[Any]] = [
+    [[1, 2, 3], ONE, [4, 5, 6]],
+    [[7] * 20],
+    [ONE, [9], TWO],
+    [[5] * 10, TWO, [3] * 12, THREE, [1]],
+    [[5] * 10, TWO, [3] * 12, ONE, [1]],
+    [[5] * 10, THREE, [3] * 12, ONE, [1]],
+    [[5] * 10, TWO, [3] * 12, [2]],
+    [ONE, [4], ONE, [6]],
+    [[5] * 10, TWO, [8] * 3],
+]
+LENGTHS = [42, 55, 39, 44, 39, 42, 37, 48, 29]
+PARAMS = [greedy(n) for n in LENGTHS]
+# A step has room for an image.
+FITTING = {
+    name: options
+    for name, options in {**MODES, **SMALL_POOLS}.items()
+    if options.get("max_num_batched_tokens", 64) >= 16
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma3(tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture(scope="module")
+def wanted(path: Path) -> list[list[int]]:
+    found = [reference(path, *request) for request in zip(PROMPTS, LENGTHS, strict=True)]
+    assert found[4][:9] != found[5][:9]
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("name", with_rare(FITTING, *FITTING.keys() - {"chunks", "small-pool"}))
+def test_tokens_are_those_of_transformers(
+    name: str, overlap: bool, path: Path, wanted: list[list[int]]
+) -> None:
+    with engine_in(Mode(name, overlap), path) as llm:
+        assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
+        assert llm.metrics()["num_images_encoded"] >= 3
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_chunks_and_prefixes_end_before_images(
+    path: Path, wanted: list[list[int]], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 20 tokens, in which images of 16 begin anywhere."""
+    options = {**SMALL, "max_num_batched_tokens": 20, "tensor_parallel_size": size}
+    with LLM(path, **options) as llm:
+        items = []
+        schedule = llm.scheduler.schedule
+
+        def spy() -> Any:
+            found = schedule()
+            items.extend(found)
+            return found
+
+        monkeypatch.setattr(llm.scheduler, "schedule", spy)
+        cached = []
+        for i in (3, 4, 6, 8, 3):
+            [output] = run(llm, [PROMPTS[i]], [PARAMS[i]])
+            assert output["token_ids"] == wanted[i]
+            cached.append(output.num_cached_tokens)
+    # Images lie at 11 to 27 and at 41 to 57; blocks of 16 are cached up to 32, 32, 16 and 48.
+    assert cached == [0, 32, 32, 0, 32]
+    for item in items:
+        for placed in item.seq.images:
+            assert not placed.offset < item.start < placed.end, "a chunk begins inside"
+            assert not placed.offset < item.end < placed.end, "a chunk ends inside"
