@@ -58,7 +58,7 @@ class Step:
         device: torch.device,
     ) -> None:
         self.model, self._group = model, build.group
-        self._fixed_tiles = build.fixed_order
+        self._fixed_order = build.fixed_order
         self._one_by_one = OneByOne(model) if build.one_by_one else None
         self._compute: Compute = self._one_by_one or model
         self.compute_logits: ComputeLogits = (self._one_by_one or model).compute_logits
@@ -83,7 +83,7 @@ class Step:
             assert context.slots is not None
             decode_slots = context.slots[: context.num_decodes]
             input_ids = fill_in(input_ids, decode_slots, self.last_tokens)
-            if self._fixed_tiles:  # before the embedding: later kernels may read them early
+            if self._fixed_order:  # before the embedding: later kernels may read them early
                 decodes_as_prompts(context)
         with use_context(context):
             hidden = states = self._compute(input_ids, inputs.positions)
