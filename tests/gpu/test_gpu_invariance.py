@@ -59,7 +59,7 @@ def test_a_thousand_prompts(options: dict[str, Any], tmp_path: Path) -> None:
     """
     rng = random.Random(SEED)
     lengths = [rng.choice((1, 2, rng.randrange(3, 700))) for _ in range(1000)]
-    work = Workload(SEED, lengths, max_tokens=12, vocab_size=150000, shared=260)
+    work = Workload(SEED, lengths, max_tokens=5, vocab_size=150000, shared=260)
     options = {
         **{"batch_invariant": True, "load_format": "dummy", "num_kvcache_blocks": 1200},
         **{"max_num_seqs": 256, "max_model_len": 1024, **options},
