@@ -112,6 +112,7 @@ def test_a_chunk_may_end_inside_an_image_and_before_one(
         which = [4, 3, 4]
         found = run(llm, [PROMPTS[i] for i in which], [PARAMS[i] for i in which])
         assert tokens(found) == [wanted[i] for i in which]
+        assert llm.metrics()["num_images_encoded"] == 2, "one that is held stays"
     ends = [item.end for step in steps for item in step if item.start < item.seq.images_end]
     assert ends.count(2) == 1, "before the image, since the other one is held"
     assert any(2 < end < 32 for end in ends), "inside an image"
