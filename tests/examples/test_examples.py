@@ -127,6 +127,22 @@ def test_script_prints_what_its_page_says(name: str, tmp_path: Path, run: Runner
 
 
 @pytest.mark.slow
+def test_pictures_have_captions(tmp_path: Path, run: Runner) -> None:
+    """As the page says, from the script that makes a model; the torn one has an error."""
+    pytest.importorskip("PIL")
+    make = ROOT / "scripts" / "make_tiny_vision.py"
+    subprocess.run([sys.executable, str(make)], cwd=tmp_path, env=environment(), check=True)
+    args, said = first_command("captions")
+    assert run("captions", *args, directory=tmp_path) == said
+    rows = {row["custom_id"]: row for row in lines(tmp_path / "captions.jsonl")}
+    assert len(rows) == 13 and "truncated" in rows.pop("torn.png")["error"]
+    assert all(row["error"] is None and row["num_prompt_tokens"] > 50 for row in rows.values())
+    (tmp_path / ".printed").unlink()
+    again = run("captions", *args, directory=tmp_path)
+    assert again == said.replace("13 of them new", "0 of them new")
+
+
+@pytest.mark.slow
 def test_the_reward_rises(tmp_path: Path) -> None:
     """As on the page, but for rounding. PyTorch differentiates in no fork."""
     args, said = first_command("grpo")

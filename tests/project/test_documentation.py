@@ -56,6 +56,7 @@ NEED_CUDA = {
 # writes into DIR or the repository.
 NOT_HERE = {
     "python scripts/train_text.py --out DIR --compile --max-minutes 3",
+    "python scripts/make_tiny_vision.py",  # test_examples.py
     "python benchmarks/page.py",  # test_benchmarks.py, with other tables
     "python benchmarks/accuracy.py --model DIR --text DIR/held-out.txt",
     "pytest tests/gpu -k eight_bits",

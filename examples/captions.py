@@ -1,0 +1,59 @@
+"""Caption the pictures of a folder. The same command again goes on where it was interrupted.
+
+    python scripts/make_tiny_vision.py        # a tiny model that sees, and a folder of pictures
+    python examples/captions.py --model tiny-vision --folder pictures
+
+A file that is no picture has an error in the place of a caption.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch import ResumableSink, run
+from nanovllm.batch.rows import as_rows
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+
+
+def rows(folder: Path, question: str) -> Iterator[dict[str, Any]]:
+    """A row for each picture, by its path below the folder."""
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in SUFFIXES:
+            name = path.relative_to(folder).as_posix()
+            image = {"image": str(path)}
+            yield {"custom_id": name, "prompt": question, "multi_modal_data": image}
+
+
+def main() -> None:
+    """Caption the pictures that have no caption yet."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--folder", type=Path, required=True, help="pictures, also in subfolders")
+    parser.add_argument("--model", required=True, help="directory of a checkpoint, or its name")
+    parser.add_argument("--output", default="captions.jsonl", help="(captions.jsonl)")
+    question = "Describe this picture in one sentence."
+    parser.add_argument("--question", default=question, help=f"({question})")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of a caption (64)")
+    parser.add_argument("--max-pixels", type=int, help="of a picture; larger ones are scaled down")
+    args = parser.parse_args()
+
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    job = {key: value for key, value in vars(args).items() if key not in ("folder", "output")}
+    sink = ResumableSink(args.output, job)  # an output of another job is refused
+    limits = {"max_pixels": args.max_pixels} if args.max_pixels else None
+    with sink, LLM(args.model, mm_processor_kwargs=limits) as llm:
+        before = sink.num_finished
+        try:
+            pictures = as_rows(rows(args.folder, args.question))
+            for result in run(llm, sink.unfinished(pictures), params, chat=True):
+                sink.write(result)
+        except KeyboardInterrupt:
+            print("interrupted: the same command goes on")
+        total, errors = sink.num_finished, sink.num_errors
+    print(f"{args.output}: {total} results, {total - before} of them new, {errors} with an error")
+
+
+if __name__ == "__main__":
+    main()
