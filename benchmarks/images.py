@@ -170,7 +170,7 @@ def measure(llm: LLM, images: Images, args: argparse.Namespace) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-vl-2b")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-vl-2b", help="published shape")
     parser.add_argument(
         "--images",
         nargs="+",
@@ -179,7 +179,7 @@ def main() -> None:
         help="COUNTxWIDTHxHEIGHT, of each set",
     )
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate (64)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of images and prompts")
     parser.add_argument("--options", type=json.loads, default={}, help="of LLM, as JSON")
     parser.add_argument("--progress", action="store_true", help="show a bar")
     parser.add_argument("--output", help="file that the result is appended to")
