@@ -9,6 +9,7 @@ import io
 import os
 import stat
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ BROKEN = (
     IndexError,
     KeyError,
 )
+_LOCKS = [threading.Lock() for _ in range(64)]  # each for some images, by chance
 NO_PILLOW = 'images need Pillow: pip install "nanovllm[vision]"'
 
 
@@ -144,11 +146,18 @@ def _pillow(image: Any, name: str) -> Picture:
 
     def read() -> NDArray[np.uint8]:
         try:
+            with _lock_of(image):
+                image.load()  # reads its file, if it has not been read
             return _on_white(image)
-        except BROKEN as error:  # Pillow reads its file only now
+        except BROKEN as error:
             raise ValueError(f"`{OF_ROW}` cannot be read: {error}") from None
 
     return Picture(image.height, image.width, _Same(image), read)
+
+
+def _lock_of(image: Any) -> threading.Lock:
+    """A lock for an image that threads may read at once, in two sizes: Pillow has none."""
+    return _LOCKS[(id(image) >> 4) % len(_LOCKS)]
 
 
 def _array(array: NDArray[Any], given: object, name: str) -> Picture:
