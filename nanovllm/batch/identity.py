@@ -18,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 # between two runs of a job: a machine with other GPUs may continue it.
 OPTIONS = (
     *("dtype", "quantization", "kv_cache_dtype", "seed", "max_model_len", "load_format"),
-    *("generation_config", "logprobs_mode"),
+    *("generation_config", "logprobs_mode", "mm_processor_kwargs", "language_model_only"),
 )
 SAMPLES, SAMPLE_BYTES = 64, 4096  # samples of each file of weights, and the size of one
 

@@ -15,51 +15,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanovllm.images.image import Image, PlacedImage
+from nanovllm.images.picture import PlacedPicture, SizedPicture
 from nanovllm.images.processor import ImageProcessor
-from nanovllm.images.reading import Picture
 from nanovllm.utils.cgroup import cpus
 
 MAX_BYTES = 4 * 2**30  # of images that are prepared or being prepared, and of pictures being read
 MAX_THREADS = 32
 AHEAD = 2  # pictures given to the threads, for each of them
-
-
-@dataclass(frozen=True, eq=False)
-class SizedPicture:
-    """A picture, and the size that it gets.
-
-    Attributes:
-        picture: the picture.
-        height, width: size when it is resized.
-        num_tokens: number of its placeholders.
-    """
-
-    picture: Picture
-    height: int
-    width: int
-    num_tokens: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the prepared image."""
-        return 3 * self.height * self.width
-
-    @property
-    def cost(self) -> int:
-        """Memory while it is prepared."""
-        return self.num_bytes + 3 * self.picture.height * self.picture.width
-
-
-class PlacedPicture(NamedTuple):
-    """A picture in a prompt.
-
-    Attributes:
-        offset: index of its first placeholder among the prompt's tokens.
-        sized: the picture.
-    """
-
-    offset: int
-    sized: SizedPicture
 
 
 class Prepared(NamedTuple):

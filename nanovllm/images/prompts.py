@@ -7,9 +7,8 @@ image's number of tokens, which its size alone tells. Imports no torch.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from nanovllm.images.preparation import PlacedPicture, SizedPicture
+from nanovllm.images.picture import PlacedPicture, SizedPicture
 from nanovllm.images.processor import ImageProcessor, read_limits
-from nanovllm.images.reading import open_picture
 from nanovllm.images.urls import Media
 from nanovllm.utils.checks import check_int
 
@@ -122,6 +121,8 @@ class ImagePrompts:
         return [self._size(image, of, processor) for of, image in given.items()]
 
     def _size(self, given: Any, name: str, processor: ImageProcessor) -> SizedPicture:
+        from nanovllm.images.reading import open_picture  # with numpy
+
         picture = open_picture(given, name)
         try:
             height, width = processor.resized(picture.height, picture.width)

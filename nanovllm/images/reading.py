@@ -1,4 +1,4 @@
-"""`Picture`: an image as callers pass it, of which the size is known and the pixels are read later.
+"""`open_picture`: images as callers pass them, of which the size is read, and the pixels later.
 
 Pixels are those that transformers' processors on torchvision see. A file, bytes or a data URL is
 turned as its EXIF data say, and its transparency is left out but for a colour's (`load_image`); a
@@ -9,16 +9,17 @@ import io
 import os
 import stat
 import struct
+import threading
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.images.picture import Picture
 from nanovllm.images.urls import data_of_url, path_of_url, scheme, short
 
 MAX_PIXELS = 178_956_970  # of a picture: Pillow's own bound, twice its MAX_IMAGE_PIXELS
@@ -37,23 +38,8 @@ BROKEN = (
     IndexError,
     KeyError,
 )
+_LOCKS = [threading.Lock() for _ in range(64)]  # each for some images, by chance
 NO_PILLOW = 'images need Pillow: pip install "nanovllm[vision]"'
-
-
-@dataclass(frozen=True, eq=False)
-class Picture:
-    """An image of a caller.
-
-    Attributes:
-        height, width: size as it will be read.
-        source: equal for pictures of the same content; it holds on to what the caller passed.
-        read: function that returns the pixels, [height, width, 3] uint8.
-    """
-
-    height: int
-    width: int
-    source: Hashable
-    read: Callable[[], NDArray[np.uint8]]
 
 
 class RefusedError(ValueError):
@@ -144,11 +130,18 @@ def _pillow(image: Any, name: str) -> Picture:
 
     def read() -> NDArray[np.uint8]:
         try:
+            with _lock_of(image):
+                image.load()  # reads its file, if it has not been read
             return _on_white(image)
-        except BROKEN as error:  # Pillow reads its file only now
+        except BROKEN as error:
             raise ValueError(f"`{OF_ROW}` cannot be read: {error}") from None
 
     return Picture(image.height, image.width, _Same(image), read)
+
+
+def _lock_of(image: Any) -> threading.Lock:
+    """A lock for an image that threads may read at once, in two sizes: Pillow has none."""
+    return _LOCKS[(id(image) >> 4) % len(_LOCKS)]
 
 
 def _array(array: NDArray[Any], given: object, name: str) -> Picture:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from nanovllm.images.image import PlacedImage
-from nanovllm.images.preparation import PlacedPicture
+from nanovllm.images.picture import PlacedPicture
 from nanovllm.images.prompts import ImagePrompts, NoImages
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.images.image import PlacedImage
-from nanovllm.images.preparation import PlacedPicture
+from nanovllm.images.picture import PlacedPicture
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.requests.text import Decoder
 from nanovllm.sampling.request_controls import RequestControls

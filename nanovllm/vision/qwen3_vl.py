@@ -108,14 +108,19 @@ class Attention(nn.Module):
         self, x: torch.Tensor, images: list[Alike], cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         """[P, V] -> [P, V]; cos, sin: [P, 1, D / 2]"""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self._num_heads, -1)).unbind(1)  # [P, H, D]
-        out = attend_within_images(_rotate(q, cos, sin), _rotate(k, cos, sin), v, images)
-        return self.proj(out.flatten(1))
+        qkv = self.qkv(x).unflatten(-1, (3, self._num_heads, -1))  # [P, 3, H, D]
+        q, k = _rotate(qkv[:, :2], cos.unsqueeze(1), sin.unsqueeze(1)).unbind(1)
+        return self.proj(attend_within_images(q, k, qkv[:, 2], images).flatten(1))
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x: [P, 2, H, D], in float32. Few operators: each reads all from memory."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     x1, x2 = x.float().chunk(2, dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
+    out1, out2 = out.chunk(2, dim=-1)
+    out1.copy_((x1 * cos).addcmul_(x2, sin, value=-1))
+    out2.copy_((x2 * cos).addcmul_(x1, sin))
+    return out
 
 
 class Block(nn.Module):

@@ -38,6 +38,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.config import DEFAULTS, FOREIGN_OPTIONS, Config, Options
 from nanovllm.engine import executor
+from nanovllm.images.prompts import read_most_images
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -84,6 +85,11 @@ LLAMA3 = {
         ("kv_cache_dtype", "fp8_e5m2", ValueError, "one of auto, fp8, fp8_e4m3, got 'fp8_e5m2'"),
         ("logprobs_mode", "temperature", ValueError, "one of raw_logprobs, .*, got 'temperature'"),
         ("logprobs_mode", "raw_logits", ValueError, "one of raw_.*, got 'raw_logits': logits are "),
+        ("limit_mm_per_prompt", 2, TypeError, r'a dictionary like {"image": 2}, got 2'),
+        ("mm_processor_kwargs", 9, TypeError, "a dictionary with max_pixels or min_pixels, got 9"),
+        ("allowed_local_media_path", "/no/such", ValueError, "a folder that exists, got '/no/such"),
+        ("allowed_local_media_path", None, TypeError, "the path of a folder, or .*, got None"),
+        ("language_model_only", 1, TypeError, "True or False, got 1"),
         ("load_format", "gguf", ValueError, "one of auto, safetensors, dummy, got 'gguf'"),
         ("generation_config", "hf", ValueError, "one of auto, vllm, got 'hf'"),
         ("generation_config", None, ValueError, "one of auto, vllm, got None"),
@@ -94,6 +100,23 @@ LLAMA3 = {
 def test_defect_17_option_out_of_rule_is_named(name, value, error, match):
     with pytest.raises(error, match=f"^`{name}` must be {match}"):
         Config("model", **{name: value})
+
+
+def test_limits_of_images_as_vllm_has_them(tmp_path):
+    given = {"image": {"count": 2, "width": 9}, "video": 0, "audio": {"count": 0}}
+    config = Config("model", limit_mm_per_prompt=given, allowed_local_media_path=tmp_path)
+    assert read_most_images(config.limit_mm_per_prompt) == 2
+    assert read_most_images({}) == read_most_images(None) == 999
+    assert config.allowed_local_media_path == str(tmp_path)
+    for limit, got in (
+        ({"image": -1}, "must be at least 0, got -1"),
+        ({"video": 1}, "must be 0, got 1"),
+        ({"images": 1}, "must have the key \"image\", got 'images'"),
+    ):
+        with pytest.raises(ValueError, match=f"`limit_mm_per_prompt.*{got}"):
+            Config("model", limit_mm_per_prompt=limit)
+    with pytest.raises(ValueError, match=r"`mm_processor_kwargs` must have the keys max_pixels"):
+        Config("model", mm_processor_kwargs={"max": 9})
 
 
 @pytest.mark.parametrize("engine", [LLM, AsyncLLM])

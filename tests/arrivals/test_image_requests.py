@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,37 @@ def test_a_model_that_does_not_see(path: Path, checkpoint: Path, tmp_path: Path)
             llm.generate([prompt], GREEDY, use_tqdm=False)
         assert "num_images_waiting" not in llm.metrics()
         assert llm.generate([[1, 2]], GREEDY, use_tqdm=False)[0].error is None
+
+
+def test_without_pillow(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    prompt = {"prompt": PICTURE, "multi_modal_data": {"image": b"x"}}
+    with pytest.raises(ImportError, match=r'images need Pillow: pip install "nanovllm\[vision\]"'):
+        seeing.generate([prompt], GREEDY, use_tqdm=False)
+    assert seeing.generate(["text"], GREEDY, use_tqdm=False)[0].error is None
+
+
+def test_ctrl_c_in_a_wait_for_images(
+    seeing: LLM, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request stays; the next step goes on."""
+    gate = Gate(A, monkeypatch)
+    prompt = {"prompt": f"a{PICTURE}b", "multi_modal_data": {"image": gate.array}}
+    seeing.add_request(prompt, GREEDY)
+    assert gate.begun.wait(60)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(seeing.core._preparation, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            seeing.step()
+    gate.open.set()
+    finished: list[Any] = []
+    while not seeing.is_finished():
+        finished += seeing.step()
+    assert found(finished[0]) == expected(path, f"a{PICTURE}b", [A])
 
 
 def test_beam_search_takes_text(seeing: LLM) -> None:

@@ -18,6 +18,7 @@ from faults import DEADLINE
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.chat import Chat
 from nanovllm.cli.main import main
+from nanovllm.images.prompts import NoImages
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12", "--num-kvcache-blocks", "16")
 
@@ -116,7 +117,12 @@ def chat_with(stream: Any, **methods: Any) -> Chat:
         apply_chat_template=lambda messages, **options: str([m["content"] for m in messages]),
         encode=lambda text, **options: [0],
     )
-    llm: Any = SimpleNamespace(get_tokenizer=lambda: tokenizer, stream=stream, **methods)
+    llm: Any = SimpleNamespace(
+        get_tokenizer=lambda: tokenizer,
+        image_prompts=NoImages("it is a stand-in"),
+        stream=stream,
+        **methods,
+    )
     return Chat(llm, SamplingParams(), None, None)
 
 

@@ -62,10 +62,11 @@ def test_defect_8_prefix_hit_when_a_preempted_sequence_resumes(
     with LLM(tiny, kvcache_block_size=16, num_kvcache_blocks=27) as llm:
         start = llm.scheduler._start
 
-        def count_hits(seq: Any, found: Any, end: int) -> None:
+        def count_hits(seq: Any, found: Any, end: int) -> Any:
             nonlocal hits
-            start(seq, found, end)
+            item = start(seq, found, end)
             hits += bool(seq.num_preemptions and seq.num_computed_tokens)
+            return item
 
         monkeypatch.setattr(llm.scheduler, "_start", count_hits)
         outputs = llm.generate(prompts, params, False)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from nanovllm.images.image import Image
-from nanovllm.images.preparation import PlacedPicture, Preparation, SizedPicture
+from nanovllm.images.picture import Picture, PlacedPicture, SizedPicture
+from nanovllm.images.preparation import Preparation
 from nanovllm.images.processor import ImageProcessor
-from nanovllm.images.reading import Picture
 
 PROCESSOR = ImageProcessor(4, 2, "bicubic", min_pixels=64, max_pixels=10_000)
 BYTES = 3 * 8 * 8  # of an image of 8 x 8, and of its picture

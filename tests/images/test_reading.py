@@ -113,6 +113,17 @@ def test_the_same_bits_in_many_threads(tmp_path):
         np.testing.assert_array_equal(one, future.result())
 
 
+def test_one_image_of_pillow_in_many_threads(tmp_path):
+    """Its file is read once, by the first; Pillow itself guards nothing."""
+    Pillow.fromarray(noise(400, 600)).save(tmp_path / "a.png")
+    expected = np.asarray(Pillow.open(tmp_path / "a.png"))
+    for _ in range(5):
+        with Pillow.open(tmp_path / "a.png") as image, ThreadPoolExecutor(8) as pool:
+            pictures = [open_picture(image, "image") for _ in range(8)]
+            for found in pool.map(lambda picture: picture.read(), pictures):
+                np.testing.assert_array_equal(found, expected)
+
+
 def save(path, image, **options):
     image.save(path, **options)
     return path

@@ -10,7 +10,7 @@ from checkpoints import SMALL, TINY
 
 HOST_MODULES = {
     "adapters": "directory config parameters matching",
-    "images": "image positions processor reading urls prompts preparation",
+    "images": "image positions processor reading urls prompts picture preparation",
     "engine": "sequence block_manager scheduler plan step_layout engine_core",
     "scheduling": "admission encoder_cache prefixes stopping",
     "sizing": "memory model_size",

@@ -10,7 +10,7 @@ from host import make_scheduler, make_seq
 from invariants import check_scheduler
 
 from nanovllm.engine.plan import SlotTable, build_batch, mark_sent, plan_step
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import ScheduledSequence, Sequence
 from nanovllm.images.image import Image, PlacedImage
 from nanovllm.images.positions import three_positions
 from nanovllm.scheduling.admission import LengthEstimator
@@ -158,3 +158,23 @@ def test_every_placeholder_gets_its_row(
     assert store.num_encoded >= metrics["num_images_encoded"]
     assert scheduler.num_preemptions > 0 or kinds == "states"
     assert (cut > 0) != are_whole and (failed > 0 or kinds == "states")
+
+
+def test_an_image_that_a_sequence_has_begun_keeps_its_rows() -> None:
+    """Nobody else can have them until its last placeholder is computed."""
+    cache, rng = EncoderCache(ImageFacts(6, MERGE, True)), random.Random(0)
+    one, other = (
+        make_seq([PAD] * 6 + [1], images=(PlacedImage(0, make_image(rng, which)),))
+        for which in (1, 7)
+    )
+    for seq in (one, other):
+        cache.join(seq)
+    for start, end in ((0, 4), (4, 7)):
+        cache.begin_step()
+        assert cache.reach(one, start, end) == end
+        item = ScheduledSequence(one, start, end - start, end == 7)
+        cache.take(item)
+        assert cache.reach(other, 0, 7) == 0, "in the same step"
+        cache.launched([item])
+        cache.begin_step()
+        assert cache.reach(other, 0, 7) == (7 if end == 7 else 0)

@@ -2,11 +2,14 @@
 no prefix of the cache ends inside an image.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from modes import MODES, SMALL_POOLS, Mode, engine_in
+from safetensors.torch import load_file, save_file
 from vision_checkpoints import make_gemma3, picture, reference, run
 
 from checkpoints import SMALL, greedy, tokens, with_rare
@@ -83,3 +86,41 @@ def test_chunks_and_prefixes_end_before_images(
         for placed in item.seq.images:
             assert not placed.offset < item.start < placed.end, "a chunk begins inside"
             assert not placed.offset < item.end < placed.end, "a chunk ends inside"
+
+
+SPELLINGS = {
+    "as published": {"vision_tower.": "vision_tower.vision_model."},
+    "below model": {
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+    },
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_other_names_of_tensors(
+    spelling: str, path: Path, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """And a head of the tower, which nothing uses."""
+    other = tmp_path / "published"
+    shutil.copytree(path, other)
+    tensors = load_file(path / "model.safetensors")
+    tensors["vision_tower.head.probe"] = torch.zeros(1, 1, 32)
+    for old, new in SPELLINGS[spelling].items():
+        for name in [name for name in tensors if name.startswith(old)]:
+            tensors[new + name.removeprefix(old)] = tensors.pop(name)
+    save_file(tensors, other / "model.safetensors")
+    with LLM(other, **SMALL) as llm:
+        assert tokens(run(llm, PROMPTS[:3], PARAMS[:3])) == wanted[:3]
+
+
+def test_a_step_must_have_room_for_an_image(path: Path) -> None:
+    options = {**SMALL, "max_num_batched_tokens": 15}
+    with pytest.raises(ValueError, match=r"must be at least 16, the tokens of an image"):
+        LLM(path, **options)
+    with LLM(path, **options, language_model_only=True) as llm:
+        assert llm.model_runner.built.encoder is None
+    with pytest.raises(ValueError, match=r"`batch_invariant` without kernels .* see each other"):
+        LLM(path, **SMALL, batch_invariant=True)

@@ -47,9 +47,11 @@ PARAMS = [greedy(n) for n in LENGTHS]
 MODELS = ["qwen3-vl", "qwen3.5"]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return VISION[request.param](tmp_path_factory.mktemp(request.param))
+    """That of Qwen3-VL, unless a test asks for others."""
+    kind = getattr(request, "param", "qwen3-vl")
+    return VISION[kind](tmp_path_factory.mktemp(kind))
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,7 @@ def wanted(path: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.parametrize("path", MODELS, indirect=True)
 @in_every_mode("chunks-overlap", "chunks-of-7", "small-pool-overlap", "no-cache")
 def test_tokens_are_those_of_transformers(mode: Mode, path: Path, wanted: list[list[int]]) -> None:
     with engine_in(mode, path) as llm:
@@ -70,7 +73,6 @@ def test_tokens_are_those_of_transformers(mode: Mode, path: Path, wanted: list[l
             assert metrics["num_image_hits"] > 0
 
 
-@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
 def test_a_prefix_of_the_cache_is_of_the_same_image(path: Path, wanted: list[list[int]]) -> None:
     """One after another: the same is found across its image; another image of equal size is not,
     nor one that differs in a bit of a pixel.
@@ -88,7 +90,6 @@ def test_a_prefix_of_the_cache_is_of_the_same_image(path: Path, wanted: list[lis
         assert llm.metrics()["num_image_hits"] == 2
 
 
-@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
 def test_a_chunk_may_end_inside_an_image_and_before_one(
     path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_chunk_may_end_inside_an_image_and_before_one(
         which = [4, 3, 4]
         found = run(llm, [PROMPTS[i] for i in which], [PARAMS[i] for i in which])
         assert tokens(found) == [wanted[i] for i in which]
+        assert llm.metrics()["num_images_encoded"] == 2, "one that is held stays"
     ends = [item.end for step in steps for item in step if item.start < item.seq.images_end]
     assert ends.count(2) == 1, "before the image, since the other one is held"
     assert any(2 < end < 32 for end in ends), "inside an image"
@@ -169,7 +171,9 @@ def test_an_image_goes_when_another_needs_its_rows(path: Path, wanted: list[list
         assert metrics["num_images_encoded"] == 8 and metrics["num_image_hits"] == 0
 
 
-@pytest.mark.parametrize("size", [2, rare(4)])
+@pytest.mark.parametrize(
+    ("path", "size"), [("qwen3-vl", 2), ("qwen3.5", 2), rare("qwen3-vl", 4)], indirect=["path"]
+)
 def test_ranks_have_the_whole_tower(path: Path, wanted: list[list[int]], size: int) -> None:
     """Pixels reach all workers, in chunks and with overlap."""
     options = {**SMALL, "tensor_parallel_size": size, "max_num_batched_tokens": 24, "overlap": True}
@@ -224,7 +228,6 @@ def test_experts_in_one_tensor(
         assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
 
 
-@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
 def test_replicas_get_the_pixels(path: Path, wanted: list[list[int]]) -> None:
     with LLM(path, **SMALL, data_parallel_size=2) as llm:
         prompts = [given_to_generate(path, parts) for parts in PROMPTS]
@@ -232,7 +235,6 @@ def test_replicas_get_the_pixels(path: Path, wanted: list[list[int]]) -> None:
         assert llm.metrics()["num_images_encoded"] >= 6, "in all replicas together"
 
 
-@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
 def test_new_weights_are_those_of_the_tower_too(
     path: Path, wanted: list[list[int]], tmp_path: Path
 ) -> None:
@@ -255,7 +257,6 @@ def test_new_weights_are_those_of_the_tower_too(
         assert llm.metrics()["num_images_encoded"] == before + 8
 
 
-@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
 def test_without_the_tower_text_runs_as_before(path: Path, wanted: list[list[int]]) -> None:
     """`language_model_only`, and a checkpoint that lacks a processor."""
     with LLM(path, **SMALL, language_model_only=True) as llm:
@@ -264,7 +265,6 @@ def test_without_the_tower_text_runs_as_before(path: Path, wanted: list[list[int
         assert "num_images_encoded" not in llm.metrics()
 
 
-@pytest.mark.parametrize("path", ["qwen3-vl"], indirect=True)
 def test_recordings_have_the_encoding_of_images(
     path: Path, wanted: list[list[int]], tmp_path: Path
 ) -> None:
