@@ -41,6 +41,7 @@ POOLING = ("last", "mean")
 ONE_TOKEN = SamplingParams(
     temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs_mode="raw_logprobs"
 )
+SCORED = replace(ONE_TOKEN, prompt_logprobs=0)
 
 
 class LLM(Updatable, LLMEngine):
@@ -160,19 +161,8 @@ class LLM(Updatable, LLMEngine):
         Raises:
             TypeError, ValueError, RuntimeError: as `generate`.
         """
-        params = replace(ONE_TOKEN, prompt_logprobs=0)
-        outputs = []
-        for output in self.generate(prompts, params, use_tqdm, on_error=on_error):
-            token_ids, places = output.prompt_token_ids, output.prompt_logprobs
-            if output.error is not None:
-                outputs.append(ScoreOutput(token_ids, [], [], output.error))
-                continue
-            assert places is not None, "the log-probabilities of the prompt are missing"
-            own = [places[i][token_ids[i]] for i in range(1, len(token_ids))]
-            logprobs = [item.logprob for item in own]
-            ranks = [item.rank or 0 for item in own]  # labels alone have none
-            outputs.append(ScoreOutput(token_ids, logprobs, ranks))
-        return outputs
+        outputs = self.generate(prompts, SCORED, use_tqdm, on_error=on_error)
+        return [score_of(output) for output in outputs]
 
     def embed(
         self,
@@ -198,21 +188,10 @@ class LLM(Updatable, LLMEngine):
         Raises:
             TypeError, ValueError, RuntimeError: as `generate`.
         """
-        check_choice("pooling", pooling, POOLING)
-        check_bool("normalize", normalize)
+        check_embedding(pooling, normalize)
         checked = self._intake.check_all(name_prompts(prompts), ONE_TOKEN, on_error)
-        outputs = []
-        for output in self._complete(checked, use_tqdm, pooling):
-            vector = output.embedding if output.error is None else None
-            assert vector is not None or output.error
-            if vector and normalize:
-                length = math.hypot(*vector) or 1.0
-                vector = [value / length for value in vector]
-            embedding, token_ids = EmbeddingOutput(vector or []), output.prompt_token_ids
-            outputs.append(
-                EmbeddingRequestOutput(output.request_id, embedding, token_ids, True, output.error)
-            )
-        return outputs
+        outputs = self._complete(checked, use_tqdm, pooling)
+        return [embedding_of(output, normalize) for output in outputs]
 
     @takes_foreign(FOREIGN_ARGUMENTS)
     def chat(
@@ -428,3 +407,32 @@ def _candidates(output: RequestOutput) -> Candidates | str:
     first = logprobs[0] if logprobs else None
     assert first is not None, "the log-probabilities of next tokens are missing"
     return {token: item.logprob for token, item in first.items()}
+
+
+def score_of(output: RequestOutput) -> ScoreOutput:
+    """The log-probabilities of a prompt that was completed with `SCORED`."""
+    token_ids, places = output.prompt_token_ids, output.prompt_logprobs
+    if output.error is not None:
+        return ScoreOutput(token_ids, [], [], output.error)
+    assert places is not None, "the log-probabilities of the prompt are missing"
+    own = [places[i][token_ids[i]] for i in range(1, len(token_ids))]
+    logprobs = [item.logprob for item in own]
+    ranks = [item.rank or 0 for item in own]  # labels alone have none
+    return ScoreOutput(token_ids, logprobs, ranks)
+
+
+def check_embedding(pooling: Any, normalize: Any) -> None:
+    """Raise unless these are arguments of `LLM.embed`."""
+    check_choice("pooling", pooling, POOLING)
+    check_bool("normalize", normalize)
+
+
+def embedding_of(output: RequestOutput, normalize: bool) -> EmbeddingRequestOutput:
+    """The vector of a prompt, of length 1 with `normalize`."""
+    vector = output.embedding if output.error is None else None
+    assert vector is not None or output.error
+    if vector and normalize:
+        length = math.hypot(*vector) or 1.0
+        vector = [value / length for value in vector]
+    embedding, token_ids = EmbeddingOutput(vector or []), output.prompt_token_ids
+    return EmbeddingRequestOutput(output.request_id, embedding, token_ids, True, output.error)
