@@ -45,6 +45,10 @@ class AsyncLLM:
         model: directory of a Hugging Face checkpoint, or its name on the hub.
         options: options of the engine, see `nanovllm.config.Config`.
 
+    Attributes:
+        tokenizer: the tokenizer, see `LLM.get_tokenizer`.
+        max_model_len: the most tokens of prompt and output together.
+
     Raises:
         TypeError, ValueError: as `LLM`.
     """
@@ -54,7 +58,7 @@ class AsyncLLM:
         llm = LLM(model, **options)
         llm._begins_again = True
         self._show = llm.__repr__  # of what is merged now, say
-        self._tokenizer = llm.get_tokenizer()
+        self.tokenizer, self.max_model_len = llm.get_tokenizer(), llm.max_model_len
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = FairLock()  # no command may be queued after the end
@@ -159,7 +163,7 @@ class AsyncLLM:
             TypeError, ValueError: naming the argument that is wrong.
         """
         renderer = ChatRenderer(
-            self._tokenizer,
+            self.tokenizer,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -208,7 +212,7 @@ class AsyncLLM:
 
     async def get_tokenizer(self) -> Any:
         """The tokenizer, see `LLM.get_tokenizer`."""
-        return self._tokenizer
+        return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default parameters, see `LLM.get_default_sampling_params`."""

@@ -1,0 +1,159 @@
+"""What every request passes: keys, the size of its body, and a watch for its client's leaving.
+
+Plain ASGI, because Starlette's own base for middleware hides disconnections.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_BODY = 32 << 20  # bytes
+OPEN_PATHS = ("/health",)  # need no key
+DRAINING_PATHS = ("/health", "/metrics")  # answer while the server drains
+RETRY_SECONDS = 1
+MAX_MESSAGE = 1000  # characters
+NAMES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class RefusedError(Exception):
+    """A request that is answered by an error, with this status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """OpenAI's object for an error, with the values of vLLM; `param` is the field that is named."""
+    named = re.match(r"`([\w.]+)", message)
+    kind = NAMES.get(status, NAMES[400])
+    param = named[1] if named else None
+    message = message[:MAX_MESSAGE]  # it may show a value
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_response(status: int, message: str) -> JSONResponse:
+    """An error as a response."""
+    headers = {}
+    if status in (429, 503):
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status in (413, 503):
+        headers["Connection"] = "close"
+    return JSONResponse(error_body(status, message), status, headers)
+
+
+class Guard:
+    """The way to an application.
+
+    Args:
+        app: application; its requests have their whole body at once, and `state.request_id`.
+        keys: keys of which a request must have one; none: it needs none.
+
+    Attributes:
+        is_draining: whether new requests are refused.
+        num_open: requests that have no whole answer yet.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+        self.is_draining, self.num_open = False, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        own_id = headers.get("x-request-id", "")
+        if not re.fullmatch(r"[\w.-]{1,128}", own_id, re.ASCII):
+            own_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = own_id
+
+        async def send_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", own_id.encode())]
+            await send(message)
+
+        self.num_open += 1
+        try:
+            body = await self._body(scope, headers, receive)
+            if body is not None:
+                await _while_connected(self._app, scope, body, receive, send_id)
+        except RefusedError as refused:
+            await error_response(refused.status, str(refused))(scope, receive, send_id)
+        finally:
+            self.num_open -= 1
+
+    async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
+        """The body of a request that may pass; None if its client has gone."""
+        path = scope["path"]
+        if self._digests and path not in OPEN_PATHS:
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            found = [hmac.compare_digest(_digest(key.strip()), own) for own in self._digests]
+            if kind.lower() != "bearer" or not any(found):
+                raise RefusedError(
+                    401, "the header `Authorization` must be `Bearer` and a valid key"
+                )
+        if self.is_draining and path not in DRAINING_PATHS:
+            raise RefusedError(503, "the server is about to end")
+        too_large = RefusedError(413, f"a body must have at most {MAX_BODY:,} bytes")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > MAX_BODY:
+            raise too_large
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > MAX_BODY:
+                raise too_large
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+def _digest(key: str) -> bytes:
+    """A digest of a key: as long as any other's, and no part of the key."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+async def _while_connected(
+    app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
+) -> None:
+    """Run an application, and cancel it when the client goes."""
+
+    async def give_body() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    work = asyncio.ensure_future(app(scope, give_body, send))
+    leaving = asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+    finally:
+        for task in (work, leaving):
+            task.cancel()
+        await asyncio.gather(work, leaving, return_exceptions=True)
