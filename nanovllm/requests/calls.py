@@ -19,6 +19,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from nanovllm.sampling.structured_output import json_rule
+
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
@@ -209,7 +211,7 @@ def calls_form(tools: Sequence[Any], *, several: bool, thinks: str) -> str:
 
 def with_reasoning(schema: str, thinks: str) -> str:
     """The form of JSON, by the text of its schema, after reasoning."""
-    return f"start: {thinks} body\nbody: %json {schema}\n"
+    return f"start: {thinks} body\nbody: {json_rule(schema)}\n"
 
 
 def reasoning_rule(prompt: str) -> str:
