@@ -25,6 +25,8 @@ THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 TAIL = re.compile(r"\s*\}?\s*")
+OPEN_THOUGHT = r"thought /\n*/"
+THOUGHT = r"thought[lazy]: /(?s:.*)<\/think>/"  # up to the first tag
 # As the templates of Qwen3 show calls to the model: one line of JSON with a space after , and :.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -206,22 +208,20 @@ def calls_form(tools: Sequence[Any], *, several: bool, thinks: str) -> str:
     schema = json.dumps({"anyOf": kinds, "x-guidance": ONE_LINE})
     calls = r'call ("\n" call)*' if several else "call"
     call = rf'call: "{CALL}\n" %json {schema} "\n{CALL_END}"'
-    return f"start: {thinks} {calls}\n{call}\n"
+    return f"start: {thinks} {calls}\n{call}\n{THOUGHT if thinks else ''}"
 
 
 def with_reasoning(schema: str, thinks: str) -> str:
     """The form of JSON, by the text of its schema, after reasoning."""
-    return f"start: {thinks} body\nbody: {json_rule(schema)}\n"
+    return f"start: {thinks} body\nbody: {json_rule(schema)}\n{THOUGHT}"
 
 
 def reasoning_rule(prompt: str) -> str:
-    """The rule in Lark for the reasoning before an answer in a form: what closes the reasoning that
-    the prompt has opened, or reasoning that may be left out; "" after a prompt that has closed it.
+    """What stands in Lark for the reasoning before an answer in a form: what closes the reasoning
+    that the prompt has opened, or reasoning that may be left out; "" after a prompt that has closed
+    it.
     """
-    text = r"/(?s:.*)/"
-    end = rf'{text} "{THINK_END}" /\n*/'
-    if prompt.rstrip().endswith(THINK):
-        return end
     if prompt.rstrip().endswith(THINK_END):
         return ""
-    return f'("{THINK}" {end})?'
+    is_open = prompt.rstrip().endswith(THINK)
+    return OPEN_THOUGHT if is_open else f'("{THINK}" {OPEN_THOUGHT})?'

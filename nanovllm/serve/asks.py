@@ -13,7 +13,13 @@ from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.batch.openai_api import CHAT, COMPLETIONS, read_body
-from nanovllm.requests.calls import THINK_END, calls_form, reasoning_rule, with_reasoning
+from nanovllm.requests.calls import (
+    OPEN_THOUGHT,
+    THINK_END,
+    calls_form,
+    reasoning_rule,
+    with_reasoning,
+)
 from nanovllm.requests.inputs import encode
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import check_bool, check_int
@@ -228,7 +234,7 @@ async def _read_chat(llm: AsyncLLM, tokenizer: Any, body: dict[str, Any], ask: A
     thinks = ""
     if THINK_END in str(getattr(tokenizer, "chat_template", "")):
         thinks = reasoning_rule(prompt["prompt"])
-        ask.may_reason, ask.is_reasoning = bool(thinks), bool(thinks) and not thinks.endswith("?")
+        ask.may_reason, ask.is_reasoning = bool(thinks), thinks == OPEN_THOUGHT
     ask.may_call = shown is not None
     ask.most_calls = None if several else 1
     called = called_tools(tools or [], choice)

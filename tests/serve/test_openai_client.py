@@ -87,7 +87,7 @@ def create(request, place):
 
 
 def joined(events):
-    """Content, reasoning, calls and the reason of the end that a stream of a chat tells, by index."""
+    """Content, reasoning, calls and the reason of the end that a stream of a chat has, by index."""
     found = {}
     assert len({event.id for event in events}) == len({event.created for event in events}) == 1
     for choice in (choice for event in events for choice in event.choices):
@@ -337,9 +337,7 @@ def test_calls_in_a_text(choice, said, calls, content, create):
         assert found.finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "sky"}}]
-)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sky"}}])
 def test_a_call_that_must_come(choice, create):
     """The form of calls holds the model to the tools and their schemas."""
     pytest.importorskip("llguidance")
