@@ -26,7 +26,7 @@ from nanovllm.requests.inputs import check_vocabulary, whole_numbers
 from nanovllm.requests.news import News
 from nanovllm.serve.answers import DONE, Answer, dumps
 from nanovllm.serve.asks import Ask, encode_prompts, read_ask, refuse, take_bool
-from nanovllm.serve.guard import Guard, RefusedError, error_body, error_response
+from nanovllm.serve.guard import ENDING, Guard, RefusedError, error_body, error_response
 from nanovllm.serve.metrics import CONTENT_TYPE, ServerMetrics
 from nanovllm.utils.options import only
 
@@ -297,7 +297,7 @@ class Service:
     async def health(self, _: Request) -> Response:
         """`/health`: 200 while requests can be served."""
         if self.guard.is_draining:
-            return error_response(503, "the server is about to end")
+            return error_response(503, ENDING)
         try:
             await self._llm.check_health()
         except RuntimeError as error:

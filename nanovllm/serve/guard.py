@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 MAX_BODY = 32 << 20  # bytes
 OPEN_PATHS = ("/health",)  # need no key
 DRAINING_PATHS = ("/health", "/metrics")  # answer while the server drains
+ENDING = "the server is about to end"
 RETRY_SECONDS = 1
 MAX_MESSAGE = 1000  # characters
 NAMES = {
@@ -73,8 +74,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._digests = [_digest(key.encode(errors="surrogateescape")) for key in keys]
         self.is_draining, self.num_open = False, 0
+        self._watches: set[asyncio.Future[None]] = set()  # of clients with open requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -87,33 +89,44 @@ class Guard:
             own_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = own_id
 
+        has_begun = False
+
         async def send_id(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 message["headers"] = [*message["headers"], (b"x-request-id", own_id.encode())]
             await send(message)
 
         self.num_open += 1
         try:
             body = await self._body(scope, headers, receive)
-            if body is not None:
-                await _while_connected(self._app, scope, body, receive, send_id)
+            if body is not None and not await self._run(scope, body, receive, send_id):
+                raise RefusedError(503, ENDING)
         except RefusedError as refused:
-            await error_response(refused.status, str(refused))(scope, receive, send_id)
+            if not has_begun:
+                await error_response(refused.status, str(refused))(scope, receive, send_id)
         finally:
             self.num_open -= 1
+
+    def stop(self) -> None:
+        """End all open requests."""
+        for task in self._watches:
+            task.cancel()
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
         """The body of a request that may pass; None if its client has gone."""
         path = scope["path"]
         if self._digests and path not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
-            found = [hmac.compare_digest(_digest(key.strip()), own) for own in self._digests]
+            digest = _digest(key.strip().encode("latin-1"))
+            found = [hmac.compare_digest(digest, own) for own in self._digests]
             if kind.lower() != "bearer" or not any(found):
                 raise RefusedError(
                     401, "the header `Authorization` must be `Bearer` and a valid key"
                 )
         if self.is_draining and path not in DRAINING_PATHS:
-            raise RefusedError(503, "the server is about to end")
+            raise RefusedError(503, ENDING)
         too_large = RefusedError(413, f"a body must have at most {MAX_BODY:,} bytes")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > MAX_BODY:
@@ -129,31 +142,33 @@ class Guard:
             if not message.get("more_body", False):
                 return bytes(body)
 
+    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
+        """Run the application, and cancel it when the client goes. Returns whether it could go on
+        until then.
+        """
 
-def _digest(key: str) -> bytes:
+        async def give_body() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def leave() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        work = asyncio.ensure_future(self._app(scope, give_body, send))
+        watch = asyncio.ensure_future(leave())
+        self._watches.add(watch)
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            return work.done() or not watch.cancelled()
+        finally:
+            self._watches.discard(watch)
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+
+def _digest(key: bytes) -> bytes:
     """A digest of a key: as long as any other's, and no part of the key."""
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-
-
-async def _while_connected(
-    app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
-) -> None:
-    """Run an application, and cancel it when the client goes."""
-
-    async def give_body() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def leave() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    work = asyncio.ensure_future(app(scope, give_body, send))
-    leaving = asyncio.ensure_future(leave())
-    try:
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            work.result()
-    finally:
-        for task in (work, leaving):
-            task.cancel()
-        await asyncio.gather(work, leaving, return_exceptions=True)
+    return hashlib.sha256(key).digest()

@@ -41,15 +41,15 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain, or end at the second signal."""
-        if self._app.is_draining:
-            self.should_exit = self.force_exit = True
-        self._app.is_draining = True
-        self._ends_at = time.monotonic() + self._grace
+        grace = 0.0 if self._app.is_draining else self._grace
+        self._app.is_draining, self._ends_at = True, time.monotonic() + grace
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end; asked ten times a second."""
-        is_over = not self._app.num_open or time.monotonic() > self._ends_at
-        return await super().on_tick(counter) or (self._app.is_draining and is_over)
+        if time.monotonic() > self._ends_at:
+            self._app.stop()
+        is_over = self._app.is_draining and not self._app.num_open
+        return await super().on_tick(counter) or is_over
 
 
 def bind(host: str, port: int) -> socket.socket:
