@@ -5,6 +5,7 @@ A job has `host`, `port`, `path`, `bodies` (one for each client), `together` (wh
 once, or one after the other), and `idle` (number of connections that are open meanwhile).
 """
 
+import argparse
 import asyncio
 import json
 import re
@@ -83,7 +84,13 @@ async def run(job: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "tokens": tokens, "first": [client.first for client in clients]}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Do the job that standard input has."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     print(json.dumps(asyncio.run(run(json.loads(sys.stdin.read())))))
+
+
+if __name__ == "__main__":
+    main()

@@ -172,13 +172,15 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     bench.add_options(parser)
-    parser.add_argument("--clients", nargs="+", type=bench.positive, default=[1, 256])
+    parser.add_argument(
+        "--clients", nargs="+", type=bench.positive, default=[1, 256], help="at once (1 256)"
+    )
     parser.add_argument(
         "--idle", type=int, default=1000, help="connections that ask nothing (1000)"
     )
-    parser.add_argument("--prompt-tokens", type=bench.positive, default=128, help="(128)")
+    parser.add_argument("--prompt-tokens", type=bench.positive, default=128, help="of each client (128)")
     parser.add_argument("--max-tokens", type=bench.positive, default=512, help="of an answer (512)")
-    parser.add_argument("--stream-interval", type=bench.positive, default=1, help="(1)")
+    parser.add_argument("--stream-interval", type=bench.positive, default=1, help="of the server (1)")
     parser.add_argument("--repeat", type=bench.positive, default=3, help="timed runs (3)")
     args = parser.parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

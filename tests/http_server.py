@@ -13,11 +13,12 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
+# What imports them comes after that.
 
-from nanovllm import TINY, AsyncLLM
-from nanovllm.serve.app import make_app
-from nanovllm.serve.guard import Guard
-from nanovllm.serve.server import Server, address_of, bind
+from nanovllm import TINY, AsyncLLM  # noqa: E402
+from nanovllm.serve.app import make_app  # noqa: E402
+from nanovllm.serve.guard import Guard  # noqa: E402
+from nanovllm.serve.server import Server, address_of, bind  # noqa: E402
 
 PATIENCE = 60  # seconds, for what would hang for ever
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "num_kvcache_blocks": 64, "kvcache_block_size": 16}

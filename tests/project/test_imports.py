@@ -21,7 +21,7 @@ HOST_MODULES = {
 }
 USER_MODULES = "requests.beam_search requests.chat outputs sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
-NEVER += ["llguidance", "pyarrow"]
+NEVER += ["llguidance", "pyarrow", "starlette", "uvicorn"]
 
 
 def imported(code: str, modules: list[str]) -> list[str]:
