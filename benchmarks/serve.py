@@ -178,9 +178,13 @@ def main() -> None:
     parser.add_argument(
         "--idle", type=int, default=1000, help="connections that ask nothing (1000)"
     )
-    parser.add_argument("--prompt-tokens", type=bench.positive, default=128, help="of each client (128)")
+    parser.add_argument(
+        "--prompt-tokens", type=bench.positive, default=128, help="of each client (128)"
+    )
     parser.add_argument("--max-tokens", type=bench.positive, default=512, help="of an answer (512)")
-    parser.add_argument("--stream-interval", type=bench.positive, default=1, help="of the server (1)")
+    parser.add_argument(
+        "--stream-interval", type=bench.positive, default=1, help="of the server (1)"
+    )
     parser.add_argument("--repeat", type=bench.positive, default=3, help="timed runs (3)")
     args = parser.parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
