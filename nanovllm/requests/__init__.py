@@ -1,5 +1,4 @@
 """Requests: checked input, and the text of their output.
 
-Doors: `intake`, `inputs`, `request`, `news`, `text`, `detokenizer`, `chat`, `calls` and
-`beam_search`.
+Doors: `intake`, `inputs`, `request`, `news`, `text`, `detokenizer`, `chat` and `beam_search`.
 """

@@ -21,12 +21,19 @@ from starlette.types import Receive, Scope, Send
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.batch.rows import CHAT_FIELDS
+from nanovllm.openai.answers import DONE, Answer, dumps
+from nanovllm.openai.asks import Ask, encode_prompts, read_ask, refuse, take_bool
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import check_vocabulary, whole_numbers
 from nanovllm.requests.news import News
-from nanovllm.serve.answers import DONE, Answer, dumps
-from nanovllm.serve.asks import Ask, encode_prompts, read_ask, refuse, take_bool
-from nanovllm.serve.guard import ENDING, Guard, RefusedError, error_body, error_response
+from nanovllm.serve.guard import (
+    ENDING,
+    REQUEST_ID,
+    Guard,
+    RefusedError,
+    error_body,
+    error_response,
+)
 from nanovllm.serve.metrics import CONTENT_TYPE, ServerMetrics
 from nanovllm.utils.options import only
 
@@ -51,7 +58,7 @@ def make_app(
         llm: engine.
         names: names of its model; answers have the first.
         keys: keys of which a request must have one; none: it needs none.
-        max_waiting: number of completions that may wait for their first token.
+        max_waiting: number of requests that may wait for their first token.
         interval: tokens that make a piece of a stream, see `AsyncLLM.stream`.
     """
     service = Service(llm, names, max_waiting, interval)
@@ -147,19 +154,22 @@ class Service:
         turn, streams = Turn(self), False
         try:
             body = await self._body(request)
-            request_id = str(body.pop("request_id", None) or request.state.request_id)
+            request_id = body.pop("request_id", None) or request.state.request_id
             with mistakes():
+                if not isinstance(request_id, str) or not REQUEST_ID.fullmatch(request_id):
+                    raise ValueError(
+                        "`request_id` must be up to 128 letters, digits, dots and dashes, "
+                        f"got {request_id!r}"
+                    )
                 ask = await read_ask(
                     self._llm, self._tokenizer, body, is_chat=is_chat, interval=self._interval
                 )
             answer = Answer(ask, self._names[0], request_id, self._tokenizer)
             if not ask.streams:
-                with mistakes():
-                    outputs = await _all([self._whole(prompt, ask, turn) for prompt in ask.prompts])
+                outputs = await _all([self._whole(prompt, ask, turn) for prompt in ask.prompts])
                 return _json(answer.whole(outputs))
             events = self._events(ask, answer, turn)
-            with mistakes():
-                first = await anext(events)
+            first = await anext(events)
             streams = True
             return Events(first, events)
         finally:
@@ -171,19 +181,23 @@ class Service:
     ) -> AsyncGenerator[RequestOutput, None]:
         """New output of a prompt; all after the first at the end, if the answer is not a stream."""
         interval = ask.interval if ask.streams else sys.maxsize
-        has_ended = False
+        news = self._llm.stream(prompt, ask.params, interval=interval)
         try:
-            async with aclosing(self._llm.stream(prompt, ask.params, interval=interval)) as outputs:
-                async for output in outputs:
-                    turn.end()
-                    has_ended = output.finished
+            async with aclosing(news) as outputs:
+                with mistakes():  # which are found before there is any output
+                    output = await anext(outputs)
+                turn.end()
+                while True:
                     self.metrics.count(output, ask.params)
                     if output.error is not None:
                         raise RuntimeError(output.error)
                     yield output
-        finally:
-            if not has_ended:
-                self.metrics.count_abort()
+                    if output.finished:
+                        return
+                    output = await anext(outputs)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.metrics.count_abort()
+            raise
 
     async def _whole(self, prompt: Any, ask: Ask, turn: Turn) -> RequestOutput:
         news = News()

@@ -21,6 +21,7 @@ DRAINING_PATHS = ("/health", "/metrics")  # answer while the server drains
 ENDING = "the server is about to end"
 RETRY_SECONDS = 1
 MAX_MESSAGE = 1000  # characters
+REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 NAMES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -44,7 +45,8 @@ def error_body(status: int, message: str) -> dict[str, Any]:
     named = re.match(r"`([\w.]+)", message)
     kind = NAMES.get(status, NAMES[400])
     param = named[1] if named else None
-    message = message[:MAX_MESSAGE]  # it may show a value
+    # It may show a value of any length, with surrogates that no encoding knows.
+    message = message[:MAX_MESSAGE].encode(errors="replace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
@@ -85,10 +87,9 @@ class Guard:
             return
         headers = Headers(scope=scope)
         own_id = headers.get("x-request-id", "")
-        if not re.fullmatch(r"[\w.-]{1,128}", own_id, re.ASCII):
+        if not REQUEST_ID.fullmatch(own_id):
             own_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = own_id
-
         has_begun = False
 
         async def send_id(message: Message) -> None:

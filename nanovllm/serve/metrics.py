@@ -57,7 +57,7 @@ COUNTERS = {
 
 
 class Distribution:
-    """Counts of values up to each of these bounds, and beyond the last."""
+    """Counts of values up to each bound, and beyond the last."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.sum = bounds, 0.0
@@ -70,10 +70,11 @@ class Distribution:
 
 
 class ServerMetrics:
-    """What a server has seen. `names` are labels of all values."""
+    """What a server has seen. The name of the model is a label of all values."""
 
     def __init__(self, model: str) -> None:
-        self._labels = f'model_name="{model}",engine="0"'
+        escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        self._labels = f'model_name="{escaped}",engine="0"'
         self._ends: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._found = {name: Distribution(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self.num_refused = 0  # because too many waited

@@ -46,10 +46,11 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end; asked ten times a second."""
-        if time.monotonic() > self._ends_at:
+        is_late = time.monotonic() > self._ends_at
+        if is_late:
             self._app.stop()
-        is_over = self._app.is_draining and not self._app.num_open
-        return await super().on_tick(counter) or is_over
+        is_done = self._app.is_draining and not self._app.num_open
+        return await super().on_tick(counter) or is_done or is_late
 
 
 def bind(host: str, port: int) -> socket.socket:

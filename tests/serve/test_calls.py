@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.requests.calls import Splitter
+from nanovllm.openai.calls import Splitter
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 KINDS = [(False, False, True), (True, False, True), (True, True, True), (True, False, False)]
@@ -82,6 +82,7 @@ PARTS = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(
     st.lists(PARTS, max_size=12).map("".join),
     st.lists(st.integers(0, 200), max_size=20),
@@ -95,8 +96,13 @@ def test_every_split_says_the_same(text, cuts, kind):
     assert read([*text, ""], *kind) == read([text], *kind)
 
 
+@settings(deadline=None)
 @given(
-    st.dictionaries(st.text(), st.recursive(st.text() | st.integers() | st.none(), st.lists)),
+    st.dictionaries(
+        st.text(max_size=9),
+        st.recursive(st.text(max_size=9) | st.integers() | st.none(), st.lists, max_leaves=4),
+        max_size=4,
+    ),
     st.booleans(),
     st.text(alphabet="ab \n", max_size=5),
 )

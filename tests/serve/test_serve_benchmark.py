@@ -35,7 +35,7 @@ def test_clients_are_measured_beside_generate(monkeypatch, capsys, tmp_path):
 
 def test_tokens_that_are_missing_are_no_result(monkeypatch):
     """A server that ends its streams early is not faster."""
-    from nanovllm.serve import asks
+    from nanovllm.openai import asks
 
     read = asks.read_body
 

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from invariants import check_scheduler
 
+from checkpoints import rare
 from nanovllm import LLM, TINY
 from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
@@ -131,11 +132,14 @@ def kill_hundred(place):
         ("/v1/completions", {"prompt": ["a", "b", "c"], "stream": True}),
         ("/v1/completions", {"prompt": ["a", "b"]}),
     ]
-    connections = [
-        raw_request(place, {**kinds[i % 4][1], **LONG}, kinds[i % 4][0]) for i in range(100)
-    ]
-    for connection in connections[::4]:
+    connections = []
+    for i in range(100):
+        path, body = kinds[i % 2 if i < 90 else 2 + i % 2]
+        connections.append(raw_request(place, {**body, **LONG, "max_tokens": 200}, path))
+    for connection in connections[:20:2]:
         assert connection.recv(4) == b"HTTP"
+    while (before := place.metrics())["num_running"] + before["num_waiting"] < 100:
+        assert place.app.num_open > 50, "they are long"
     for connection in connections:
         linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)  # a reset, as by kill
@@ -145,7 +149,8 @@ def kill_hundred(place):
     while (after := place.metrics())["num_running"] + after["num_waiting"]:
         pass
     assert after["num_used_kvcache_blocks"] == 0
-    assert after["num_aborted"] > 60
+    assert after["num_aborted"] > 50
+    assert after["num_aborted"] + after["num_finished"] == 90 + 5 * (3 + 2)
     page = place.get("/metrics").text
     [aborted] = re.findall(r'finished_reason="abort"} (\d+)', page)
     assert int(aborted) >= after["num_aborted"]
@@ -293,7 +298,7 @@ GOOD = {
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.sampled_from(POSTS),
@@ -425,7 +430,7 @@ def start(*args, **environment):
     raise RuntimeError(said)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, rare(signal.SIGINT)])
 def test_the_command_drains_at_a_signal(number):
     process, url = start(NANOVLLM_API_KEY="k")
     try:

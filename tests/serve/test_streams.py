@@ -12,7 +12,7 @@ from http_server import ASK, serving
 from nanovllm import TINY, StructuredOutputsParams
 from nanovllm.async_llm import _Jobs
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.requests.calls import calls_form, reasoning_rule, with_reasoning
+from nanovllm.openai.calls import calls_form, reasoning_rule, with_reasoning
 from nanovllm.sampling.structured_output import GrammarCompiler
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

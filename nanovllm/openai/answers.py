@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from json.encoder import encode_basestring as quote  # in C; text that is not ASCII stays as it is
 from typing import Any, NamedTuple
 
-from nanovllm.batch.openai_api import chat_logprobs, text_logprobs, usage
+from nanovllm.batch.openai_api import LEAST_LOGPROB, chat_logprobs, text_logprobs, usage
+from nanovllm.openai.asks import Ask
+from nanovllm.openai.calls import THINK_END, Splitter
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.requests.calls import THINK_END, Splitter
-from nanovllm.serve.asks import Ask
 
 dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = "data: [DONE]\n\n"
@@ -127,7 +127,10 @@ class Answer:
         own_id, now = f"{prefix}-{request_id}", int(time.time())
         self._head = {"id": own_id, "object": kind, "created": now, "model": model}
         self._start = f"data: {dumps(self._head)[:-1]},"
-        self._think_end = tokenizer.get_vocab().get(THINK_END) if ask.may_reason else None
+        self._think_end: int | None = None
+        if ask.may_reason:  # most often the tag is a token of its own
+            found = tokenizer.convert_tokens_to_ids(THINK_END)
+            self._think_end = None if found == tokenizer.unk_token_id else found
         self._choices: dict[int, Choice] = {}
         self._outputs: dict[int, RequestOutput] = {}  # the last of each prompt
         params = ask.params
@@ -293,7 +296,7 @@ class Answer:
             fields["prompt_token_ids"] = output.prompt_token_ids
         if output.prompt_logprobs is not None and not self._ask.echo:
             fields["prompt_logprobs"] = [
-                place and {str(token): vars(each) for token, each in place.items()}
+                place and {str(token): _shown(each) for token, each in place.items()}
                 for place in output.prompt_logprobs
             ]
         return fields
@@ -318,6 +321,11 @@ def _chat_piece(
     """A choice of a stream's event, of parts that are JSON already."""
     end = "null" if reason is None else f'"{reason}"'
     return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{end}{more}}}'
+
+
+def _shown(token: Logprob) -> dict[str, Any]:
+    """A log-probability as vLLM shows it."""
+    return {**vars(token), "logprob": max(token.logprob, LEAST_LOGPROB)}
 
 
 def _drawn(place: Mapping[int, Logprob]) -> Logprob:

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.batch.openai_api import CHAT, COMPLETIONS, read_body
-from nanovllm.requests.calls import (
+from nanovllm.openai.calls import (
     OPEN_THOUGHT,
     THINK_END,
     calls_form,
@@ -115,7 +115,8 @@ async def read_ask(
     _check_bounds(ask)
     if length is not None:
         for prompt in ask.prompts:
-            prompt["prompt_token_ids"] = prompt["prompt_token_ids"][-length:]
+            if len(prompt["prompt_token_ids"]) > length:
+                prompt |= {"prompt": None, "prompt_token_ids": prompt["prompt_token_ids"][-length:]}
     return ask
 
 
