@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 
 from checkpoints import rare
-from nanovllm import LLM, TINY
+from nanovllm import LLM
 from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
 from nanovllm.serve import guard
+from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
 
+ENGINE_VALUES = [key for known in (COUNTERS, GAUGES) for key, _ in known.values()]
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 CHAT = "/v1/chat/completions"
 POSTS = [CHAT, "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
@@ -237,6 +239,9 @@ def test_bodies_are_bounded(place, monkeypatch):
         ("/v1/completions", {"prompt": ["a"] * 20, "n": 120, "temperature": 1}, 400, "`n` must be"),
         ("/v1/completions", {"prompt": "a", "stop": ["x"] * 65}, 400, "at most 64 strings"),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "lone surrogates"),
+        ("/v1/completions", {"prompt": "a", "\ud800x": 1}, 400, "`?x` is not supported"),
+        ("/v1/completions", {"prompt": "a", "request_id": "\ud800"}, 400, "`request_id` must be"),
+        ("/v1/completions", {"prompt": "a", "n": "x" * 9999}, 400, "`n` must be an integer"),
         ("/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "without `stream`"),
         ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "`logprobs` must be"),
         ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex"),
@@ -324,8 +329,7 @@ def test_no_body_is_a_fault_of_ours(place, path, fields, is_good):
 
 
 def test_tokens_and_facts(place):
-    with LLM(TINY, max_model_len=512, num_kvcache_blocks=8) as llm:
-        tokenizer = llm.get_tokenizer()
+    tokenizer = place.llm.tokenizer
     assert place.post("/tokenize", {"prompt": "aé", "return_token_strs": True}).json() == {
         "count": 3,
         "max_model_len": 512,
@@ -381,6 +385,42 @@ def test_metrics_are_those_that_dashboards_read(tmp_path):
         from prometheus_client.parser import text_string_to_metric_families
 
         assert len([*text_string_to_metric_families(answer.text)]) > 20
+
+
+def test_fields_of_vllm_are_read(place):
+    """Those that change an answer, each seen in it."""
+
+    def ask(**fields):
+        body = {"prompt": "127+345=", "temperature": 0, **fields}
+        [choice] = place.post("/v1/completions", body).json()["choices"]
+        return choice
+
+    assert ask(truncate_prompt_tokens=4, echo=True, max_tokens=1)["text"].startswith("345=")
+    assert ask(allowed_token_ids=[ord("2"), 258])["text"].strip("2") == ""
+    assert ask(min_tokens=8, max_tokens=9)["finish_reason"] == "length"
+    assert ask(stop="7", include_stop_str_in_output=True)["text"] == "47"
+    assert ask(stop_token_ids=[ord("7")])["text"] == "4"
+    assert "4" not in ask(bad_words=["4"])["text"]
+    assert ask(logit_bias={str(ord("9")): 1e6}, max_tokens=2)["text"] == "99"
+    shown = ask(prompt_logprobs=0, max_tokens=1)["prompt_logprobs"]
+    assert shown[0] is None and [[*each] for each in shown[1:]] == [
+        [str(ord(c))] for c in "27+345="
+    ]
+    labels = ask(logprob_token_ids=[ord("4"), ord("5")], max_tokens=1)["logprobs"]
+    assert {*labels["top_logprobs"][0]} == {"4", "5"}
+    own = place.post(
+        "/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": "mine"}
+    ).json()
+    assert own["id"] == "cmpl-mine"
+    pieces = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "stream": True}
+    said = place.post("/v1/completions", {**pieces, "stream_interval": 10}).text
+    assert 2 <= said.count("data: {") <= 5, "at 1, 11, 21 and 30 tokens"
+
+
+def test_models_with_other_names_have_labels_that_can_be_read():
+    name = 'a"b\\c'
+    page = ServerMetrics(name).page(dict.fromkeys((*ENGINE_VALUES,), 0))
+    assert 'model_name="a\\"b\\\\c"' in page
 
 
 # -- the end --------------------------------------------------------------------------------------
