@@ -51,6 +51,10 @@ def read(pieces, may_reason=True, is_reasoning=False, may_call=True):
         ('<tool_call>\n{"name": "f", "arguments": {"x": [1', "", "", [["f", '{"x": [1']]),
         ('<tool_call>{"name": "f", "arguments": {}}} more', "} more", "", [["f", "{}"]]),
         # Malformed ones stay.
+        (
+            '<tool_call>{"name": "</tool_call>", "arguments": {}}',
+            *('<tool_call>{"name": "</tool_call>", "arguments": {}}', "", []),
+        ),
         ("<tool_call>\nno\n</tool_call>!", "<tool_call>\nno\n</tool_call>!", "", []),
         ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', "", []),
         ('<tool_call>{"name": "f"', '<tool_call>{"name": "f"', "", []),
