@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -15,8 +16,22 @@ import torch
 from typing_extensions import Self, Unpack
 
 from nanovllm.config import FOREIGN_ARGUMENTS, Options, takes_options
-from nanovllm.llm import LLM, ONE_TOKEN, SCORED, check_embedding, embedding_of, score_of
-from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput, ScoreOutput
+from nanovllm.llm import (
+    LLM,
+    ONE_TOKEN,
+    SCORED,
+    check_embedding,
+    classification_of,
+    embedding_of,
+    label_tokens,
+    score_of,
+)
+from nanovllm.outputs import (
+    ClassificationOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoreOutput,
+)
 from nanovllm.requests.chat import ChatRenderer, Conversation, Tool
 from nanovllm.requests.news import AllNews, News
 from nanovllm.sampling_params import SamplingParams
@@ -202,6 +217,12 @@ class AsyncLLM:
     async def score(self, prompt: Any) -> ScoreOutput:
         """The log-probabilities of a text, see `LLM.score`."""
         return score_of(await self._last(prompt, SCORED))
+
+    async def classify(self, prompt: Any, labels: Sequence[str | int]) -> ClassificationOutput:
+        """The probabilities of labels as the next token, see `LLM.classify`."""
+        tokens = label_tokens(self.tokenizer, labels)
+        params = replace(ONE_TOKEN, logprob_token_ids=tokens)
+        return classification_of(await self._last(prompt, params), tokens)
 
     async def embed(
         self, prompt: Any, pooling: str = "last", *, normalize: bool = True

@@ -168,6 +168,7 @@ def test_chats_scores_and_vectors_are_those_of_the_llm():
     with LLM(TINY, **SMALL) as llm:
         [chat] = llm.chat(ask, greedy(9), use_tqdm=False)
         [score] = llm.score(text, use_tqdm=False)
+        [judged] = llm.classify(text, ["4", ord("5"), "6"], use_tqdm=False)
         wanted = [
             llm.embed(text, kind, normalize=kind == "last", use_tqdm=False)[0] for kind in POOLING
         ]
@@ -183,6 +184,7 @@ def test_chats_scores_and_vectors_are_those_of_the_llm():
                 async_llm.score(text),
                 *(async_llm.embed(text, kind, normalize=kind == "last") for kind in POOLING),
                 async_llm.render(ask),
+                async_llm.classify(text, ["4", ord("5"), "6"]),
             )
             with pytest.raises(ValueError, match="`pooling` must be"):
                 await async_llm.embed(text, "first")
@@ -193,7 +195,8 @@ def test_chats_scores_and_vectors_are_those_of_the_llm():
             await async_llm.check_health()
             return found
 
-    talked, scored, *vectors, rendered = asyncio.run(main())
+    talked, scored, *vectors, rendered, own = asyncio.run(main())
+    assert own.probs == pytest.approx(judged.probs, abs=1e-6)
     assert facts(talked[-1].outputs[0]) == facts(chat.outputs[0]) and len(talked) > 2
     assert rendered == {"prompt": chat.prompt, "prompt_token_ids": chat.prompt_token_ids}
     assert scored.ranks == score.ranks
