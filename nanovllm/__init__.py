@@ -14,6 +14,7 @@ from nanovllm import sampling_params
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    ClassificationOutput,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -44,6 +45,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",

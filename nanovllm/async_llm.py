@@ -6,7 +6,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -15,13 +16,29 @@ import torch
 from typing_extensions import Self, Unpack
 
 from nanovllm.config import FOREIGN_ARGUMENTS, Options, takes_options
-from nanovllm.llm import LLM
-from nanovllm.outputs import RequestOutput
+from nanovllm.llm import (
+    LLM,
+    ONE_TOKEN,
+    SCORED,
+    check_embedding,
+    classification_of,
+    embedding_of,
+    label_tokens,
+    score_of,
+)
+from nanovllm.outputs import (
+    ClassificationOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoreOutput,
+)
+from nanovllm.requests.chat import ChatRenderer, Conversation, Tool
 from nanovllm.requests.news import AllNews, News
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.updates.hold import Version
 from nanovllm.updates.updating import Tensors
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.fair_lock import FairLock
 from nanovllm.utils.options import takes_foreign
 
@@ -43,6 +60,10 @@ class AsyncLLM:
         model: directory of a Hugging Face checkpoint, or its name on the hub.
         options: options of the engine, see `nanovllm.config.Config`.
 
+    Attributes:
+        tokenizer: the tokenizer, see `LLM.get_tokenizer`.
+        max_model_len: the most tokens of prompt and output together.
+
     Raises:
         TypeError, ValueError: as `LLM`.
     """
@@ -52,7 +73,7 @@ class AsyncLLM:
         llm = LLM(model, **options)
         llm._begins_again = True
         self._show = llm.__repr__  # of what is merged now, say
-        self._tokenizer = llm.get_tokenizer()
+        self.tokenizer, self.max_model_len = llm.get_tokenizer(), llm.max_model_len
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = FairLock()  # no command may be queued after the end
@@ -87,21 +108,38 @@ class AsyncLLM:
 
     @takes_foreign(FOREIGN_ARGUMENTS)
     def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        interval: int | None = 1,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt, and yield only new output after each step, as `LLM.stream` does.
 
         To a caller who comes back late, one output has the news of all steps since then.
+
+        Args:
+            prompt: as for `generate`.
+            sampling_params: as for `generate`.
+            interval: number of new tokens that wake the caller, after the first news and before
+                the last; None: one output has all, at the end. Fewer outputs cost less.
         """
-        return self._listen(prompt, sampling_params, News())
+        if interval is not None:
+            check_int("interval", interval, 1)
+        return self._listen(prompt, sampling_params, News(), interval)
 
     async def _listen(
-        self, prompt: Any, params: SamplingParams | None, news: News
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        news: News,
+        interval: int | None = 1,
+        pooling: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt, and yield its news."""
-        mailbox = _Mailbox(asyncio.get_running_loop(), news)
+        mailbox = _Mailbox(asyncio.get_running_loop(), news, interval)
         commands, tell = self._commands, mailbox.tell
-        self._ask(partial(_Jobs.add, prompt=prompt, params=params, tell=tell))
+        self._ask(partial(_Jobs.add, prompt=prompt, params=params, tell=tell, pooling=pooling))
         try:
             while True:
                 output = await mailbox.take()
@@ -111,9 +149,91 @@ class AsyncLLM:
         finally:
             commands.put(partial(_Jobs.drop, tell=tell))
 
+    async def _last(
+        self, prompt: Any, params: SamplingParams, pooling: str | None = None
+    ) -> RequestOutput:
+        """The finished output of a prompt."""
+        async with aclosing(self._listen(prompt, params, News(), None, pooling)) as outputs:
+            return await anext(outputs)
+
+    @takes_foreign(FOREIGN_ARGUMENTS)
+    async def render(
+        self,
+        messages: Conversation,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt for `generate` and `stream`. It is made in another thread.
+
+        Args:
+            messages: one conversation, see `LLM.chat`.
+            chat_template, add_generation_prompt, continue_final_message, tools,
+                chat_template_kwargs: as for `LLM.chat`.
+
+        Raises:
+            TypeError, ValueError: naming the argument that is wrong.
+        """
+        renderer = ChatRenderer(
+            self.tokenizer,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return await asyncio.to_thread(renderer.render, messages, "messages")
+
+    @takes_foreign(FOREIGN_ARGUMENTS)
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation, and yield all of the answer so far, as `generate` does. For new
+        output only, `stream` takes what `render` returns. Arguments are those of `LLM.chat`.
+        """
+        prompt = await self.render(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        async with aclosing(self.generate(prompt, sampling_params)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def score(self, prompt: Any) -> ScoreOutput:
+        """The log-probabilities of a text, see `LLM.score`."""
+        return score_of(await self._last(prompt, SCORED))
+
+    async def classify(self, prompt: Any, labels: Sequence[str | int]) -> ClassificationOutput:
+        """The probabilities of labels as the next token, see `LLM.classify`."""
+        tokens = label_tokens(self.tokenizer, labels)
+        params = replace(ONE_TOKEN, logprob_token_ids=tokens)
+        return classification_of(await self._last(prompt, params), tokens)
+
+    async def embed(
+        self, prompt: Any, pooling: str = "last", *, normalize: bool = True
+    ) -> EmbeddingRequestOutput:
+        """A text as a vector, see `LLM.embed`."""
+        check_embedding(pooling, normalize)
+        return embedding_of(await self._last(prompt, ONE_TOKEN, pooling), normalize)
+
     async def get_tokenizer(self) -> Any:
         """The tokenizer, see `LLM.get_tokenizer`."""
-        return self._tokenizer
+        return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default parameters, see `LLM.get_default_sampling_params`."""
@@ -122,6 +242,10 @@ class AsyncLLM:
     async def metrics(self) -> dict[str, Any]:
         """The metrics, see `LLM.metrics`."""
         return await self._call(LLM.metrics)
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError if the engine cannot compute any more, as vLLM's does."""
+        await self._call(LLM._check_open)
 
     # -- weights that change --------------------------------------------------------------------
 
@@ -265,19 +389,31 @@ class _Mailbox:
     Args:
         loop: event loop of the coroutine.
         news: collector of the request's news.
+        interval: see `AsyncLLM.stream`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, news: News) -> None:
-        self.loop, self._news = loop, news
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, news: News, interval: int | None = 1
+    ) -> None:
+        self.loop, self._news, self._interval = loop, news, interval
+        self._num_new = interval or 0  # tokens since it was due; the first news is, at once
+        self._is_due = False
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def tell(self, told: Told) -> "_Mailbox":
-        """Add news, in the engine's thread. After that the loop must `wake` the coroutine."""
+    def tell(self, told: Told) -> "_Mailbox | None":
+        """Add news, in the engine's thread. Returns itself if the loop must `wake` the coroutine
+        for it.
+        """
         if isinstance(told, BaseException):
             self._error = told
-        else:
-            self._news.add(told)
+            return self
+        self._news.add(told)
+        self._num_new += sum(len(part.token_ids) for part in told.outputs)
+        is_enough = self._interval is not None and self._num_new >= self._interval
+        if not (is_enough or told.finished):
+            return None
+        self._num_new, self._is_due = 0, True  # after the news: it is there when it is due
         return self
 
     def wake(self) -> None:
@@ -289,7 +425,9 @@ class _Mailbox:
         """All the news so far; waits until there is some."""
         while True:
             error = self._error  # read first: it comes after all the news
-            if self._news.has_some:
+            ends = error is not None and self._interval is not None
+            if self._news.has_some and (self._is_due or ends):
+                self._is_due = False  # before it is taken: later news may be due again
                 return self._news.take()
             if error is not None:
                 raise error
@@ -324,11 +462,11 @@ class _Jobs:
         if self._has_device:
             llm.core.meanwhile = self._wake
 
-    def add(self, prompt: Any, params: SamplingParams | None, tell: Tell) -> None:
+    def add(
+        self, prompt: Any, params: SamplingParams | None, tell: Tell, pooling: str | None = None
+    ) -> None:
         try:
-            self._ids[tell] = self.llm.add_request(
-                prompt, params, listener=partial(self._tell, tell)
-            )
+            self._ids[tell] = self.llm._enter(prompt, params, pooling, partial(self._tell, tell))
         except Exception as error:
             self._tell(tell, error)
             self._wake()

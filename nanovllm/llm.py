@@ -21,6 +21,7 @@ from nanovllm.images.prompts import NoImages
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    ClassificationOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     RequestOutput,
@@ -31,7 +32,7 @@ from nanovllm.replicas.remote_request import remote
 from nanovllm.replicas.supervisor import Replicas
 from nanovllm.requests.beam_search import Candidates, beam_search
 from nanovllm.requests.chat import ChatRenderer, Conversation, Tool, name_conversations
-from nanovllm.requests.inputs import Params, Prompts, name_prompts
+from nanovllm.requests.inputs import Params, Prompts, encode, listed, name_prompts
 from nanovllm.requests.intake import OnError
 from nanovllm.requests.news import News
 from nanovllm.requests.request import CheckedRequest, Listener, Refusal
@@ -39,7 +40,7 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.sizing.memory import available_cpu_memory
 from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.updates.interface import Updatable
-from nanovllm.utils.checks import check_bool, check_choice
+from nanovllm.utils.checks import check_bool, check_choice, check_int
 from nanovllm.utils.options import Absent, takes_foreign
 
 POOLING = ("last", "mean")
@@ -48,6 +49,7 @@ POOLING = ("last", "mean")
 ONE_TOKEN = SamplingParams(
     temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs_mode="raw_logprobs"
 )
+SCORED = replace(ONE_TOKEN, prompt_logprobs=0)
 
 
 class LLM(Updatable, LLMEngine):
@@ -182,19 +184,39 @@ class LLM(Updatable, LLMEngine):
         Raises:
             TypeError, ValueError, RuntimeError: as `generate`.
         """
-        params = replace(ONE_TOKEN, prompt_logprobs=0)
-        outputs = []
-        for output in self.generate(prompts, params, use_tqdm, on_error=on_error):
-            token_ids, places = output.prompt_token_ids, output.prompt_logprobs
-            if output.error is not None:
-                outputs.append(ScoreOutput(token_ids, [], [], output.error))
-                continue
-            assert places is not None, "the log-probabilities of the prompt are missing"
-            own = [places[i][token_ids[i]] for i in range(1, len(token_ids))]
-            logprobs = [item.logprob for item in own]
-            ranks = [item.rank or 0 for item in own]  # labels alone have none
-            outputs.append(ScoreOutput(token_ids, logprobs, ranks))
-        return outputs
+        outputs = self.generate(prompts, SCORED, use_tqdm, on_error=on_error)
+        return [score_of(output) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompts,
+        labels: Sequence[str | int],
+        *,
+        use_tqdm: bool = True,
+        on_error: OnError = "raise",
+    ) -> list[ClassificationOutput]:
+        """The probabilities of labels as the next token, by the model alone: to judge, to grade, to
+        rerank.
+
+        (vLLM's `classify` is for models with a layer of their own for labels.)
+
+        Args:
+            prompts: as for `generate`.
+            labels: at least two tokens, by their ids, or as texts of one token each, in the form
+                that they have behind the prompt: " yes" after "Answer:", say.
+            use_tqdm: show a progress bar.
+            on_error: as for `generate`.
+
+        Returns:
+            One for each prompt, in their order.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `generate`.
+        """
+        tokens = label_tokens(self.tokenizer, labels)
+        params = replace(ONE_TOKEN, logprob_token_ids=tokens)
+        outputs = self.generate(prompts, params, use_tqdm, on_error=on_error)
+        return [classification_of(output, tokens) for output in outputs]
 
     def embed(
         self,
@@ -220,21 +242,10 @@ class LLM(Updatable, LLMEngine):
         Raises:
             TypeError, ValueError, RuntimeError: as `generate`.
         """
-        check_choice("pooling", pooling, POOLING)
-        check_bool("normalize", normalize)
+        check_embedding(pooling, normalize)
         checked = self._intake.check_all(name_prompts(prompts), ONE_TOKEN, on_error)
-        outputs = []
-        for output in self._complete(checked, use_tqdm, pooling):
-            vector = output.embedding if output.error is None else None
-            assert vector is not None or output.error
-            if vector and normalize:
-                length = math.hypot(*vector) or 1.0
-                vector = [value / length for value in vector]
-            embedding, token_ids = EmbeddingOutput(vector or []), output.prompt_token_ids
-            outputs.append(
-                EmbeddingRequestOutput(output.request_id, embedding, token_ids, True, output.error)
-            )
-        return outputs
+        outputs = self._complete(checked, use_tqdm, pooling)
+        return [embedding_of(output, normalize) for output in outputs]
 
     @takes_foreign(FOREIGN_ARGUMENTS)
     def chat(
@@ -460,3 +471,77 @@ def _candidates(output: RequestOutput) -> Candidates | str:
     first = logprobs[0] if logprobs else None
     assert first is not None, "the log-probabilities of next tokens are missing"
     return {token: item.logprob for token, item in first.items()}
+
+
+def score_of(output: RequestOutput) -> ScoreOutput:
+    """The log-probabilities of a prompt that was completed with `SCORED`."""
+    token_ids, places = output.prompt_token_ids, output.prompt_logprobs
+    if output.error is not None:
+        return ScoreOutput(token_ids, [], [], output.error)
+    assert places is not None, "the log-probabilities of the prompt are missing"
+    own = [places[i][token_ids[i]] for i in range(1, len(token_ids))]
+    logprobs = [item.logprob for item in own]
+    ranks = [item.rank or 0 for item in own]  # labels alone have none
+    return ScoreOutput(token_ids, logprobs, ranks)
+
+
+def label_tokens(tokenizer: Any, labels: Sequence[str | int]) -> list[int]:
+    """The tokens of labels.
+
+    Raises:
+        TypeError, ValueError: naming the label that is none.
+    """
+    items = listed(labels)
+    if items is None:
+        raise TypeError(f"`labels` must be a list of texts or token ids, got {labels!r}")
+    tokens = []
+    for i, label in enumerate(items):
+        if not isinstance(label, str):
+            check_int(f"labels[{i}]", label, 0)
+            tokens.append(int(label))
+            continue
+        if tokenizer is None:
+            raise ValueError(
+                f"`labels[{i}]` is text, but the model directory has no tokenizer: pass token ids"
+            )
+        found = encode(tokenizer, label, f"labels[{i}]", add_special_tokens=False)
+        if len(found) != 1:
+            raise ValueError(
+                f"`labels[{i}]` must be a text of one token, got {label!r} with {len(found)}: pass "
+                "another, or a token id"
+            )
+        tokens += found
+    if len(set(tokens)) < max(len(tokens), 2):
+        raise ValueError(f"`labels` must be at least two different tokens, got {items!r}")
+    return tokens
+
+
+def classification_of(output: RequestOutput, tokens: Sequence[int]) -> ClassificationOutput:
+    """The probabilities of tokens by the output of a prompt that asked for them as labels."""
+    if output.error is not None:
+        return ClassificationOutput(output.prompt_token_ids, [], 0.0, output.error)
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None, "the log-probabilities of labels are missing"
+    own = [logprobs[0][token].logprob for token in tokens]
+    largest = max(own)  # of which nothing is too small for a float
+    weights = [math.exp(logprob - largest) for logprob in own]
+    total = math.fsum(weights)
+    probs = [weight / total for weight in weights]
+    return ClassificationOutput(output.prompt_token_ids, probs, total * math.exp(largest))
+
+
+def check_embedding(pooling: Any, normalize: Any) -> None:
+    """Raise unless these are arguments of `LLM.embed`."""
+    check_choice("pooling", pooling, POOLING)
+    check_bool("normalize", normalize)
+
+
+def embedding_of(output: RequestOutput, normalize: bool) -> EmbeddingRequestOutput:
+    """The vector of a prompt, of length 1 with `normalize`."""
+    vector = output.embedding if output.error is None else None
+    assert vector is not None or output.error
+    if vector and normalize:
+        length = math.hypot(*vector) or 1.0
+        vector = [value / length for value in vector]
+    embedding, token_ids = EmbeddingOutput(vector or []), output.prompt_token_ids
+    return EmbeddingRequestOutput(output.request_id, embedding, token_ids, True, output.error)

@@ -1,4 +1,4 @@
-"""The results of `generate`, `beam_search`, `embed` and `score`: one output per prompt."""
+"""The results of `generate`, `beam_search`, `embed`, `score`, `classify`: one output per prompt."""
 
 import math
 from array import array
@@ -188,6 +188,29 @@ class ScoreOutput(Row):
             "perplexity": self.perplexity,
             "is_greedy": self.is_greedy,
         }
+
+
+@record
+class ClassificationOutput(Row):
+    """The probabilities of labels as the token after a text (`LLM.classify`).
+
+    Attributes:
+        prompt_token_ids: token ids of the text.
+        probs: probability of each label among the labels, in their order; their sum is 1. Empty if
+            the text was refused.
+        share: probability of all labels together among all tokens of the vocabulary. Where it is
+            small, the model would say something else. 0 if the text was refused.
+        error: reason why the text was refused, with `on_error="return"`, or could not be computed;
+            else None.
+    """
+
+    prompt_token_ids: list[int]
+    probs: list[float]
+    share: float
+    error: str | None = None
+
+    def _row(self) -> dict[str, Any]:
+        return dict(vars(self))
 
 
 @record

@@ -158,9 +158,11 @@ def streaming(llm: LLM) -> None:
 
 
 def likelihoods(llm: LLM) -> None:
-    """`score` and `embed`, `beam_search`."""
+    """`score`, `classify`, `embed` and `beam_search`."""
     right, wrong = llm.score([PROMPT + ANSWER, PROMPT + "111"], use_tqdm=False)
     assert right.total_logprob > wrong.total_logprob
+    (judged,) = llm.classify(PROMPT, ["4", "5"], use_tqdm=False)
+    assert judged.probs[0] > 0.9 and judged.share > 0.9
     (vector,) = llm.embed(PROMPT, use_tqdm=False)
     assert abs(sum(x * x for x in vector.outputs.embedding) - 1) < 1e-5
     (found,) = llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=4))
@@ -259,7 +261,7 @@ METHODS: dict[Callable[[LLM], None], set[str]] = {
     stepwise: {"add_request", "step", "is_finished", "abort", "abort_all"},
     conversation: {"chat"},
     streaming: {"stream"},
-    likelihoods: {"score", "embed", "beam_search"},
+    likelihoods: {"score", "classify", "embed", "beam_search"},
     facts: {
         *("metrics", "get_tokenizer", "get_default_sampling_params", "reset_prefix_cache"),
         *("is_closed", "llm_engine", "get_metrics"),
@@ -280,7 +282,8 @@ def asynchronous() -> None:
     tried = {"generate", "stream", "get_tokenizer", "get_default_sampling_params"}
     tried |= {"metrics", "trace", "update_weights", "update_weights_ipc", "start_weight_update"}
     tried |= {"finish_weight_update", "get_weight_version", "load_adapter", "unload_adapter"}
-    tried |= {"sleep", "wake_up", "is_sleeping"}
+    tried |= {"sleep", "wake_up", "is_sleeping", "render", "chat", "score", "embed"}
+    tried |= {"check_health", "classify"}
     missing = public(AsyncLLM) ^ (tried | {"exit", "shutdown", "is_closed"})
     assert not missing, f"methods of AsyncLLM without a trial: {missing}"
 
@@ -308,11 +311,19 @@ def asynchronous() -> None:
             assert await asyncio.gather(*(last_text(llm) for _ in range(3))) == [ANSWER] * 3
             pieces = [text(o) async for o in llm.stream(PROMPT, SamplingParams(temperature=0))]
             assert "".join(pieces) == ANSWER
+            ask = [{"role": "user", "content": PROMPT}]
+            said = [text(o) async for o in llm.chat(ask, SamplingParams(temperature=0))]
+            assert said[-1] == ANSWER and PROMPT in (await llm.render(ask))["prompt"]
+            right, wrong = await asyncio.gather(*map(llm.score, (PROMPT + ANSWER, PROMPT + "111")))
+            assert right.total_logprob > wrong.total_logprob
+            assert (await llm.classify(PROMPT, ["4", "5"])).probs[0] > 0.9
+            assert len((await llm.embed(PROMPT)).outputs.embedding) > 1
+            await llm.check_health()
             with tempfile.TemporaryDirectory() as folder:
                 async with llm.trace(path := Path(folder) / "trace.json"):
                     assert await last_text(llm) == ANSWER
                 assert json.loads(path.read_text("utf-8"))
-            assert (await llm.metrics())["num_finished"] == 5
+            assert (await llm.metrics())["num_finished"] == 10
             assert (await llm.get_tokenizer()).decode([ord("a")]) == "a"
             assert isinstance(llm.get_default_sampling_params(), SamplingParams)
         llm.exit()

@@ -13,11 +13,12 @@ from types import ModuleType
 from typing import NoReturn
 
 from nanovllm import __version__
-from nanovllm.cli import bench, chat, compile, generate, info, report
+from nanovllm.cli import bench, chat, compile, generate, info, report, serve
 
 COMMANDS: dict[str, ModuleType] = {
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "bench": bench,
     "compile": compile,
     "report": report,

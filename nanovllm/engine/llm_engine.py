@@ -191,11 +191,21 @@ class LLMEngine:
         Returns:
             The request's id, found again in `RequestOutput.request_id`.
         """
+        return self._enter(prompt, sampling_params, None, listener)
+
+    def _enter(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        pooling: str | None,
+        listener: Listener | None,
+    ) -> int:
+        """Check one prompt and queue it; see `add_request` and `Intake.make`."""
         with self._lock:
             self._check_ready()
             if listener is not None and not callable(listener):
                 raise TypeError(f"`listener` must be callable, got {type(listener).__name__}")
-            return self._add(self._intake.check(prompt, sampling_params), listener=listener)
+            return self._add(self._intake.check(prompt, params), pooling, listener)
 
     def _add(
         self, checked: CheckedRequest, pooling: str | None = None, listener: Listener | None = None

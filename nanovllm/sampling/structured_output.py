@@ -341,9 +341,7 @@ def _lark(name: str, value: Any) -> str:
     if name == "json_object":
         name, value = "json", '{"type": "object"}'
     if name == "json":
-        schema = json.loads(value)
-        options = {"whitespace_pattern": WHITESPACE, **schema.get("x-guidance", {})}
-        return "start: %json " + json.dumps({**schema, "x-guidance": options})
+        return f"start: {json_rule(value)}"
     if name == "regex":
         return f"start: /{re.sub(ESCAPED, _in_slashes, value)}/"
     if name == "choice":
@@ -358,6 +356,13 @@ def _lark(name: str, value: Any) -> str:
         except Exception as error:  # its own are of no narrower kind
             raise ValueError(str(error)) from None
     return value
+
+
+def json_rule(schema: str) -> str:
+    """What stands for JSON of a schema in a rule of Lark."""
+    read = json.loads(schema)
+    options = {"whitespace_pattern": WHITESPACE, **read.get("x-guidance", {})}
+    return "%json " + json.dumps({**read, "x-guidance": options})
 
 
 def _in_slashes(part: re.Match[str]) -> str:

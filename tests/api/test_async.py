@@ -33,7 +33,8 @@ from checkpoints import (
 )
 from faults import FAULT_POINTS, fail_at
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.async_llm import WAKE_AT_ONCE, _Jobs, _serve, _wake
+from nanovllm.async_llm import WAKE_AT_ONCE, _Jobs, _Mailbox, _serve, _wake
+from nanovllm.llm import POOLING
 
 PATIENCE = 60  # seconds, for what would hang for ever
 # Requests without an end take some seconds, so that they run still when a loop comes late.
@@ -159,6 +160,97 @@ def test_generate_gives_all_there_is(hall, checkpoint):
         await hall.assert_idle()
 
     asyncio.run(main())
+
+
+def test_chats_scores_and_vectors_are_those_of_the_llm():
+    """All at once, beside each other, by the same queue."""
+    ask, text = [{"role": "user", "content": "127+345="}], "127+345=472"
+    with LLM(TINY, **SMALL) as llm:
+        [chat] = llm.chat(ask, greedy(9), use_tqdm=False)
+        [score] = llm.score(text, use_tqdm=False)
+        [judged] = llm.classify(text, ["4", ord("5"), "6"], use_tqdm=False)
+        wanted = [
+            llm.embed(text, kind, normalize=kind == "last", use_tqdm=False)[0] for kind in POOLING
+        ]
+
+    async def main():
+        async with AsyncLLM(TINY, **SMALL) as async_llm:
+
+            async def talk():
+                return [output async for output in async_llm.chat(ask, greedy(9))]
+
+            found = await asyncio.gather(
+                talk(),
+                async_llm.score(text),
+                *(async_llm.embed(text, kind, normalize=kind == "last") for kind in POOLING),
+                async_llm.render(ask),
+                async_llm.classify(text, ["4", ord("5"), "6"]),
+            )
+            with pytest.raises(ValueError, match="`pooling` must be"):
+                await async_llm.embed(text, "first")
+            with pytest.raises(ValueError, match="at least one token"):
+                await async_llm.score("")
+            with pytest.raises(ValueError, match="at least one message"):
+                await async_llm.render([])
+            await async_llm.check_health()
+            return found
+
+    talked, scored, *vectors, rendered, own = asyncio.run(main())
+    assert own.probs == pytest.approx(judged.probs, abs=1e-6)
+    assert facts(talked[-1].outputs[0]) == facts(chat.outputs[0]) and len(talked) > 2
+    assert rendered == {"prompt": chat.prompt, "prompt_token_ids": chat.prompt_token_ids}
+    assert scored.ranks == score.ranks
+    assert scored.logprobs == pytest.approx(score.logprobs, abs=1e-5)
+    for found, own in zip(vectors, wanted, strict=True):
+        assert found.outputs.embedding == pytest.approx(own.outputs.embedding, abs=1e-5)
+        assert len(own.outputs.embedding) == 128
+
+
+@pytest.mark.parametrize("interval", [1, 7, None])
+def test_an_interval_wakes_a_caller_less_often(interval, hall, checkpoint, monkeypatch):
+    """At the first token, at each seventh, and at the end; or at the end alone."""
+    woken, wake = [], _Mailbox.wake
+
+    def noting(mailbox):
+        woken.append(1)
+        wake(mailbox)
+
+    monkeypatch.setattr(_Mailbox, "wake", noting)
+
+    async def main():
+        stream = hall.async_llm.stream(PROMPT, greedy(30, ignore_eos=True), interval=interval)
+        outputs = [output async for output in stream]
+        await hall.assert_idle()
+        return outputs
+
+    outputs = asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    assert [t for o in outputs for t in o["token_ids"]] == reference(checkpoint, PROMPT, 30)
+    assert outputs[-1].finished
+    assert len(woken) == {1: 30, 7: 6, None: 1}[interval]  # 1, 8, 15, 22, 29, 30
+    assert len(outputs) <= len(woken)
+    with pytest.raises(ValueError, match="`interval` must be at least 1"):
+        hall.async_llm.stream(PROMPT, interval=0)
+
+
+def test_an_error_comes_in_the_place_of_an_only_output(hall, monkeypatch):
+    """Nobody takes the beginning of a text for all of it."""
+
+    def failing():
+        if hall.llm.core.metrics.num_steps > 3:
+            raise RuntimeError("out of order")
+        step()
+
+    step = hall.llm.step
+    monkeypatch.setattr(hall.llm, "step", failing)
+
+    async def main():
+        with pytest.raises(RuntimeError, match="out of order"):
+            async for _ in hall.async_llm.stream(
+                PROMPT, greedy(30, ignore_eos=True), interval=None
+            ):
+                pytest.fail("it had not ended")
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
 def test_one_call_of_the_loop_for_each_step(hall, checkpoint, monkeypatch):

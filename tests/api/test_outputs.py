@@ -14,6 +14,7 @@ from nanovllm import (
     BeamSearchOutput,
     BeamSearchParams,
     BeamSearchSequence,
+    ClassificationOutput,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -40,6 +41,7 @@ def results_fixture():
             "generate": llm.generate(texts, params, use_tqdm=False, **options),
             "stream": list(llm.stream(texts, params, **options)),
             "score": llm.score(texts, use_tqdm=False, **options),
+            "classify": llm.classify(texts, ["a", "b"], use_tqdm=False, **options),
             "embed": llm.embed(texts, use_tqdm=False, **options),
             "beam_search": llm.beam_search(texts, BeamSearchParams(2, 4), **options),
         }
@@ -52,7 +54,8 @@ def test_outputs_survive_json(results):
             assert json.loads(json.dumps(kept, allow_nan=False)) == kept
             assert rebuilt(type(output), kept) == output
     assert {type(o) for outputs in results.values() for o in outputs} == {
-        *(RequestOutput, ScoreOutput, EmbeddingRequestOutput, BeamSearchOutput)
+        *(RequestOutput, ScoreOutput, ClassificationOutput, EmbeddingRequestOutput),
+        BeamSearchOutput,
     }
     # without a dictionary of its own JSON has no way for a mapping
     [first, *_] = results["generate"]
@@ -144,5 +147,5 @@ def test_reprs_are_short_and_say_what_matters(results):
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_repr_of_what_is_half_built(kind):
     """A debugger meets such objects in the middle of unpickling."""
-    assert len(OUTPUTS) == 9
+    assert len(OUTPUTS) == 10
     assert repr(object.__new__(kind)).startswith(f"{kind.__name__}(")

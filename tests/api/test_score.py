@@ -462,3 +462,34 @@ def test_results_are_sent_without_the_tokenizer() -> None:
     texts = [place[token].decoded_token for token, place in drawn]
     assert texts == ["4", "7", "2", "<|im_end|>"]
     assert pickle.loads(pickle.dumps(score)) == score == ScoreOutput(**vars(score))
+
+
+# -- labels -------------------------------------------------------------------------------------
+
+
+def test_labels_have_the_probabilities_of_transformers(reference):
+    """As the next token: among each other, and together among all tokens."""
+    prompts, labels = ["127+345=", "9+9=", "count from 17:"], ["4", ord("1"), " ", "z"]
+    tokens = [ord("4"), ord("1"), ord(" "), ord("z")]
+    with LLM(TINY, max_model_len=256, num_kvcache_blocks=16) as llm:
+        found = llm.classify(prompts, labels, use_tqdm=False)
+        encode = llm.get_tokenizer().encode
+        refused = llm.classify(["a", "x" * 999], labels, use_tqdm=False, on_error="return")
+        for wrong, says in (
+            (["4", "yes"], r"`labels\[1\]` must be a text of one token, got 'yes' with 3"),
+            (["4"], "`labels` must be at least two different tokens"),
+            (["4", ord("4")], "`labels` must be at least two different tokens"),
+            ([1, 10**6], "vocabulary"),
+            (["4", None], r"`labels\[1\]` must be an integer"),
+            ("45", "`labels` must be a list"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=says):
+                llm.classify(prompts, wrong, use_tqdm=False)
+    for prompt, output in zip(prompts, found, strict=True):
+        ids = torch.tensor([encode(prompt)])
+        probs = reference(ids).logits[0, -1].double().softmax(0)[tokens]
+        assert output.share == pytest.approx(float(probs.sum()), rel=1e-3)
+        assert output.probs == pytest.approx((probs / probs.sum()).tolist(), rel=2e-3, abs=1e-9)
+        assert output.prompt_token_ids == ids[0].tolist() and output.error is None
+    assert refused[0].error is None and sum(refused[0].probs) == pytest.approx(1)
+    assert refused[1].probs == [] and "max_model_len" in refused[1].error

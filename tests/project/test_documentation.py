@@ -44,6 +44,9 @@ SMALL = {
     ),
     "benchmarks/streams.py": "--model DIR --num-requests 1 --max-tokens 8 --repeat 1",
     "benchmarks/updates.py": "--model DIR --repeat 1 --only update ipc sleep",
+    "benchmarks/serve.py": (
+        "--model DIR --clients 2 --idle 2 --prompt-tokens 4 --max-tokens 4 --repeat 1"
+    ),
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 1 --repeat 1 --only one",
     "scripts/check_install.py": "",
 }

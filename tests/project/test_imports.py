@@ -22,7 +22,7 @@ HOST_MODULES = {
 }
 USER_MODULES = "requests.beam_search requests.chat outputs sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
-NEVER += ["llguidance", "pyarrow", "PIL"]
+NEVER += ["llguidance", "pyarrow", "PIL", "starlette", "uvicorn"]
 
 
 def imported(code: str, modules: list[str]) -> list[str]:

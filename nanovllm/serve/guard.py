@@ -1,0 +1,175 @@
+"""What every request passes: keys, the size of its body, and a watch for its client's leaving.
+
+Plain ASGI, because Starlette's own base for middleware hides disconnections.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_BODY = 32 << 20  # bytes
+OPEN_PATHS = ("/health",)  # need no key
+DRAINING_PATHS = ("/health", "/metrics")  # answer while the server drains
+ENDING = "the server is about to end"
+RETRY_SECONDS = 1
+MAX_MESSAGE = 1000  # characters
+REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
+NAMES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class RefusedError(Exception):
+    """A request that is answered by an error, with this status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """OpenAI's object for an error, with the values of vLLM; `param` is the field that is named."""
+    named = re.match(r"`([\w.]+)", message)
+    kind = NAMES.get(status, NAMES[400])
+    param = named[1] if named else None
+    # It may show a value of any length, with surrogates that no encoding knows.
+    message = message[:MAX_MESSAGE].encode(errors="replace").decode()
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_response(status: int, message: str) -> JSONResponse:
+    """An error as a response."""
+    headers = {}
+    if status in (429, 503):
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status in (413, 503):
+        headers["Connection"] = "close"
+    return JSONResponse(error_body(status, message), status, headers)
+
+
+class Guard:
+    """The way to an application.
+
+    Args:
+        app: application; its requests have their whole body at once, and `state.request_id`.
+        keys: keys of which a request must have one; none: it needs none.
+
+    Attributes:
+        is_draining: whether new requests are refused.
+        num_open: requests that have no whole answer yet.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode(errors="surrogateescape")) for key in keys]
+        self.is_draining, self.num_open = False, 0
+        self._watches: set[asyncio.Future[None]] = set()  # of clients with open requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        own_id = headers.get("x-request-id", "")
+        if not REQUEST_ID.fullmatch(own_id):
+            own_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = own_id
+        has_begun = False
+
+        async def send_id(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                message["headers"] = [*message["headers"], (b"x-request-id", own_id.encode())]
+            await send(message)
+
+        self.num_open += 1
+        try:
+            body = await self._body(scope, headers, receive)
+            if body is not None and not await self._run(scope, body, receive, send_id):
+                raise RefusedError(503, ENDING)
+        except RefusedError as refused:
+            if not has_begun:
+                await error_response(refused.status, str(refused))(scope, receive, send_id)
+        finally:
+            self.num_open -= 1
+
+    def stop(self) -> None:
+        """End all open requests."""
+        for task in self._watches:
+            task.cancel()
+
+    async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
+        """The body of a request that may pass; None if its client has gone."""
+        path = scope["path"]
+        if self._digests and path not in OPEN_PATHS:
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            digest = _digest(key.strip().encode("latin-1"))
+            found = [hmac.compare_digest(digest, own) for own in self._digests]
+            if kind.lower() != "bearer" or not any(found):
+                raise RefusedError(
+                    401, "the header `Authorization` must be `Bearer` and a valid key"
+                )
+        if self.is_draining and path not in DRAINING_PATHS:
+            raise RefusedError(503, ENDING)
+        too_large = RefusedError(413, f"a body must have at most {MAX_BODY:,} bytes")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > MAX_BODY:
+            raise too_large
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > MAX_BODY:
+                raise too_large
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
+        """Run the application, and cancel it when the client goes. Returns whether it could go on
+        until then.
+        """
+
+        async def give_body() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def leave() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        work = asyncio.ensure_future(self._app(scope, give_body, send))
+        watch = asyncio.ensure_future(leave())
+        self._watches.add(watch)
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            return work.done() or not watch.cancelled()
+        finally:
+            self._watches.discard(watch)
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+
+def _digest(key: bytes) -> bytes:
+    """A digest of a key: as long as any other's, and no part of the key."""
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,80 @@
+"""The server: listens, and drains when it is told to end."""
+
+import socket
+import sys
+import time
+from types import FrameType
+
+import uvicorn
+
+from nanovllm.serve.guard import Guard
+
+
+class Server(uvicorn.Server):
+    """A server of one application. The first signal (Ctrl-C, SIGTERM) lets it drain: new requests
+    are refused, and it ends when the others have their answers, after `grace` seconds at the
+    latest. A second signal ends it at once.
+
+    Args:
+        app: application.
+        listener: socket that is bound, and does not listen yet.
+        grace: seconds for requests that are open.
+        greeting: said on standard error when the server listens, before its address.
+    """
+
+    def __init__(self, app: Guard, listener: socket.socket, grace: float, greeting: str) -> None:
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
+        )
+        super().__init__(config)
+        self._app, self._listener, self._grace = app, listener, grace
+        self._greeting, self._ends_at = greeting, float("inf")
+
+    def listen(self) -> None:
+        """Serve until a signal."""
+        self.run(sockets=[self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        print(f"{self._greeting} http://{address_of(self._listener)}", file=sys.stderr, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain, or end at the second signal."""
+        grace = 0.0 if self._app.is_draining else self._grace
+        self._app.is_draining, self._ends_at = True, time.monotonic() + grace
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end; asked ten times a second."""
+        is_late = time.monotonic() > self._ends_at
+        if is_late:
+            self._app.stop()
+        is_done = self._app.is_draining and not self._app.num_open
+        return await super().on_tick(counter) or is_done or is_late
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address: before a model is loaded, which takes longer.
+
+    Raises:
+        ValueError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        if sys.platform != "win32":  # where it would let two servers share a port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ValueError(
+            f"`--host` and `--port` must be an address of this machine that is free, got {host} "
+            f"and {port}: {error}"
+        ) from None
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The address of a socket, as it stands in a URL."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

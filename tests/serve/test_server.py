@@ -1,0 +1,530 @@
+"""What a server refuses, whom it watches, and how it ends."""
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from http_server import ASK, JSON, PATIENCE, httpx, serving
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from invariants import check_scheduler
+
+from checkpoints import rare
+from nanovllm import LLM
+from nanovllm.async_llm import AsyncLLM, _Jobs
+from nanovllm.cli.main import main
+from nanovllm.serve import guard
+from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
+
+ENGINE_VALUES = [key for known in (COUNTERS, GAUGES) for key, _ in known.values()]
+LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+CHAT = "/v1/chat/completions"
+POSTS = [CHAT, "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
+GETS = ["/v1/models", "/v1/models/tiny", "/version", "/metrics"]
+
+
+@pytest.fixture(scope="module")
+def place():
+    with serving() as place:
+        yield place
+
+
+class Steps:
+    """The engine of a server, which takes a step when a test lets it."""
+
+    def __init__(self, monkeypatch):
+        self.llm, self._left = None, queue.SimpleQueue()
+        self._begun, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        step = _Jobs.step
+
+        def stepping(jobs):
+            self.llm = jobs.llm
+            self._begun.release()
+            self._left.get(timeout=PATIENCE)
+            step(jobs)
+            self._done.release()
+
+        monkeypatch.setattr(_Jobs, "step", stepping)
+
+    def wait(self):
+        """Wait until the engine is about to take a step."""
+        assert self._begun.acquire(timeout=PATIENCE)
+
+    def let(self, count):
+        """Let it take so many."""
+        for _ in range(count):
+            self._left.put(None)
+            assert self._done.acquire(timeout=PATIENCE)
+
+    def let_any(self):
+        """Let it take all that follow."""
+        for _ in range(1000):
+            self._left.put(None)
+
+
+# -- clients that go ------------------------------------------------------------------------------
+
+
+def raw_request(place, body, path=CHAT):
+    """A connection that has asked."""
+    host, port = place.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+class Noting:
+    """A queue of commands that says when a request is to be dropped."""
+
+    def __init__(self, commands, told):
+        self._commands, self._told = commands, told
+
+    def put(self, command):
+        self._commands.put(command)
+        if getattr(command, "func", None) is _Jobs.drop:
+            self._told.set()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_goes_frees_its_blocks_within_two_steps(streams, monkeypatch):
+    with serving(overlap=False) as place:
+        steps, told = Steps(monkeypatch), threading.Event()
+        monkeypatch.setattr(place.llm, "_commands", Noting(place.llm._commands, told))
+        connection = raw_request(place, {"messages": ASK, "stream": streams, **LONG})
+        steps.wait()
+        steps.let(1)
+        for _ in range(4):
+            steps.wait()
+            steps.let(1)
+        steps.wait()
+        manager = steps.llm.scheduler.block_manager
+        assert manager.num_used_blocks > 0
+        connection.close()
+        assert told.wait(PATIENCE), "the server has seen it"
+        steps.let(1)  # the step under way
+        steps.let_any()
+        left = place.metrics()
+        assert left["num_used_kvcache_blocks"] == left["num_running"] == 0
+        assert left["num_steps"] <= 7, "one step more at most"
+        check_scheduler(steps.llm.scheduler)
+
+
+def test_a_hundred_clients_are_killed():
+    """In the middle of their answers, with several prompts and without streams, too."""
+    with serving(num_kvcache_blocks=1600) as place:
+        kill_hundred(place)
+
+
+def kill_hundred(place):
+    kinds = [
+        (CHAT, {"messages": ASK, "stream": True}),
+        (CHAT, {"messages": ASK}),
+        ("/v1/completions", {"prompt": ["a", "b", "c"], "stream": True}),
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+    ]
+    connections = []
+    for i in range(100):
+        path, body = kinds[i % 2 if i < 90 else 2 + i % 2]
+        connections.append(raw_request(place, {**body, **LONG, "max_tokens": 200}, path))
+    for connection in connections[:20:2]:
+        assert connection.recv(4) == b"HTTP"
+    while (before := place.metrics())["num_running"] + before["num_waiting"] < 100:
+        assert place.app.num_open > 50, "they are long"
+    for connection in connections:
+        linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)  # a reset, as by kill
+        connection.close()
+    while place.app.num_open:  # it sees them go, one after the other
+        assert place.get("/version").status_code == 200
+    while (after := place.metrics())["num_running"] + after["num_waiting"]:
+        pass
+    assert after["num_used_kvcache_blocks"] == 0
+    assert after["num_aborted"] > 50
+    assert after["num_aborted"] + after["num_finished"] == 90 + 5 * (3 + 2)
+    page = place.get("/metrics").text
+    [aborted] = re.findall(r'finished_reason="abort"} (\d+)', page)
+    assert int(aborted) >= after["num_aborted"]
+    answer = place.post(CHAT, {"messages": ASK, "temperature": 0}).json()
+    assert answer["choices"][0]["message"]["content"] == "472"
+
+
+def test_too_many_that_wait_are_refused(monkeypatch):
+    """At once, with the time after which to come again. One that has its first token waits not."""
+    with serving(max_waiting=2, overlap=False) as place, ThreadPoolExecutor(3) as pool:
+        steps = Steps(monkeypatch)
+        body = {"messages": ASK, "max_tokens": 3, "temperature": 0}
+        first = pool.submit(place.post, CHAT, body)
+        steps.wait()
+        second = pool.submit(place.post, CHAT, {**body, "stream": True})
+        while place.app.num_open < 2:
+            assert place.get("/version").status_code == 200
+        refused = place.post(CHAT, body)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "RateLimitError"
+        assert place.post("/v1/embeddings", {"input": "a"}).status_code == 429
+        steps.let_any()
+        assert first.result(PATIENCE).json()["choices"][0]["message"]["content"] == "472"
+        assert second.result(PATIENCE).text.endswith("data: [DONE]\n\n")
+        assert place.post(CHAT, body).status_code == 200
+        assert 'vllm:admission_rejections_total{model_name="tiny",engine="0"} 2' in (
+            place.get("/metrics").text
+        )
+
+
+# -- keys and bounds ------------------------------------------------------------------------------
+
+
+def test_a_key_opens_everything_and_health_needs_none():
+    with serving(keys=["one", "zwei-ü"]) as place:
+        assert place.get("/health").status_code == 200
+        wrong = [{}, {"Authorization": "Bearer two"}, {"Authorization": "Basic one"}]
+        wrong += [{"Authorization": "Bearer"}, {"Authorization": "one"}]
+        for headers in wrong:
+            for path in GETS:
+                answer = place.get(path, headers=headers)
+                assert answer.status_code == 401, path
+                assert answer.headers["www-authenticate"] == "Bearer"
+            for path in POSTS:
+                answer = place.post(path, b"{}", **headers)
+                assert answer.status_code == 401, path
+                assert answer.json()["error"]["type"] == "AuthenticationError"
+        for key in ("one", "zwei-ü".encode()):
+            value = key if isinstance(key, bytes) else key.encode()
+            headers = {"Authorization": b"Bearer " + value}
+            for path in GETS:
+                assert place.get(path, headers=headers).status_code == 200
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch):
+    """All of them, as digests, also after one that fits."""
+    seen, compare = [], guard.hmac.compare_digest
+    noting = lambda a, b: seen.append((len(a), len(b))) or compare(a, b)  # noqa: E731
+    monkeypatch.setattr(guard.hmac, "compare_digest", noting)
+    with serving(keys=["a", "bb", "ccc"]) as place:
+        assert place.get("/version", headers={"Authorization": "Bearer a"}).status_code == 200
+    assert seen == [(32, 32)] * 3
+
+
+def test_bodies_are_bounded(place, monkeypatch):
+    monkeypatch.setattr(guard, "MAX_BODY", 1000)
+    for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):  # with its length, and in chunks
+        answer = httpx.post(place.url + CHAT, content=content, headers=JSON, timeout=PATIENCE)
+        assert answer.status_code == 413 and "1,000 bytes" in answer.json()["error"]["message"]
+    assert place.post(CHAT, {"messages": ASK, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        (CHAT, b"{", 400, "the body must be JSON"),
+        (CHAT, b"[" * 100_000, 400, "the body must be JSON"),
+        (CHAT, b'{"temperature": NaN}', 400, "NaN is not a JSON number"),
+        (CHAT, b"\xff", 400, "the body must be JSON"),
+        (CHAT, b"[]", 400, "must be an object"),
+        ("/v1/completions", {}, 400, "`prompt` must be given"),
+        ("/v1/completions", {"prompt": []}, 400, "at least one token"),
+        ("/v1/completions", {"prompt": ["a"] * 2049}, 400, "at most 2048 prompts"),
+        ("/v1/completions", {"prompt": ["a"] * 20, "n": 120, "temperature": 1}, 400, "`n` must be"),
+        ("/v1/completions", {"prompt": "a", "stop": ["x"] * 65}, 400, "at most 64 strings"),
+        ("/v1/completions", {"prompt": "\ud800"}, 400, "lone surrogates"),
+        ("/v1/completions", {"prompt": "a", "\ud800x": 1}, 400, "`?x` is not supported"),
+        ("/v1/completions", {"prompt": "a", "request_id": "\ud800"}, 400, "`request_id` must be"),
+        ("/v1/completions", {"prompt": "a", "n": "x" * 9999}, 400, "`n` must be an integer"),
+        ("/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "without `stream`"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "`logprobs` must be"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "structured_outputs": {"regex": "a" * 300_000}},
+            400,
+            "at most 262,144 characters",
+        ),
+        ("/v1/embeddings", {"input": "a", "dimensions": 3}, 400, "`dimensions` 3 is not"),
+        ("/v1/embeddings", {"input": "a", "x": 3}, 400, "`x` is not supported for /v1/embeddings"),
+        ("/v1/embeddings", {}, 400, "`input` must be given"),
+        ("/tokenize", {"prompt": 3}, 400, "`prompt` must be a text"),
+        ("/detokenize", {"tokens": [-1]}, 400, "`tokens` must hold token ids"),
+        ("/detokenize", {"tokens": "a"}, 400, "`tokens` must be a list"),
+        ("/v1/responses", {}, 404, "Not Found"),
+        ("/health", {}, 405, "Method Not Allowed"),
+    ],
+)
+def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place):
+    if "regex" in str(body):
+        pytest.importorskip("llguidance")
+    answer = place.post(path, body)
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
+    assert says in answer.json()["error"]["message"]
+
+
+def test_web_pages_of_others_cannot_ask(place):
+    """A browser sends other kinds of bodies anywhere without asking, but no JSON."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        answer = place.post(CHAT, {"messages": ASK}, **{"Content-Type": kind})
+        assert answer.status_code == 415
+        assert "access-control-allow-origin" not in answer.headers
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("auto"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name"]), inner)
+    ),
+    max_leaves=6,
+)
+FIELDS = [
+    *("messages", "prompt", "input", "tokens", "model", "stream", "stream_options", "n", "stop"),
+    *("temperature", "top_p", "top_k", "seed", "max_tokens", "logprobs", "top_logprobs", "echo"),
+    *("tools", "tool_choice", "response_format", "structured_outputs", "logit_bias", "bad_words"),
+    *("chat_template_kwargs", "reasoning_effort", "truncate_prompt_tokens", "stream_interval"),
+    *("encoding_format", "request_id", "prompt_logprobs", "add_special_tokens", "user", "metadata"),
+    *("allowed_token_ids", "stop_token_ids", "min_tokens", "logprob_token_ids", "x", "priority"),
+]
+GOOD = {
+    CHAT: {"messages": ASK, "max_tokens": 2},
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/embeddings": {"input": "a"},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [97]},
+}
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(POSTS),
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_no_body_is_a_fault_of_ours(place, path, fields, is_good):
+    """Whatever stands in it: an answer, or a sentence about a mistake."""
+    body = {**(GOOD[path] if is_good else {}), **fields}
+    if isinstance(body.get("max_tokens"), int):
+        body["max_tokens"] = min(body["max_tokens"], 3)
+    elif path in POSTS[:2]:
+        body["max_tokens"] = 2
+    answer = place.post(path, body)
+    assert answer.status_code in (200, 400, 404), (answer.text, body)
+    if answer.status_code != 200:
+        assert answer.json()["error"]["message"]
+    elif body.get("stream") is True and path in POSTS[:2]:
+        assert answer.text.endswith("data: [DONE]\n\n") and '{"error"' not in answer.text
+
+
+# -- facts ----------------------------------------------------------------------------------------
+
+
+def test_tokens_and_facts(place):
+    tokenizer = place.llm.tokenizer
+    assert place.post("/tokenize", {"prompt": "aé", "return_token_strs": True}).json() == {
+        "count": 3,
+        "max_model_len": 512,
+        "tokens": tokenizer.encode("aé"),
+        "token_strs": tokenizer.convert_ids_to_tokens(tokenizer.encode("aé")),
+    }
+    found = place.post("/tokenize", {"messages": ASK}).json()
+    wanted = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
+    assert (found["tokens"], found["count"]) == (wanted, len(wanted))
+    assert place.post("/detokenize", {"tokens": tokenizer.encode("aé")}).json() == {"prompt": "aé"}
+    own_id = place.get("/version", headers={"X-Request-Id": "mine"}).headers["x-request-id"]
+    assert own_id == "mine"
+    made = place.get("/version", headers={"X-Request-Id": "a b"}).headers["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{32}", made)
+
+
+def test_metrics_are_those_that_dashboards_read(tmp_path):
+    with serving() as place:
+        for n, stream in ((1, False), (3, True)):
+            body = {"prompt": "abc", "max_tokens": 5, "n": n, "ignore_eos": True, "stream": stream}
+            assert place.post("/v1/completions", body).status_code == 200
+        answer = place.get("/metrics")
+        engine = place.metrics()
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    values, types = {}, {}
+    for line in answer.text.splitlines():
+        if line.startswith("# TYPE"):
+            _, _, name, kind = line.split()
+            types[name] = kind
+        elif not line.startswith("#"):
+            found = re.fullmatch(
+                r'([a-z_0-9:]+)\{model_name="tiny",engine="0"(.*)\} ([\d.e+-]+)', line
+            )
+            values[found[1] + found[2]] = float(found[3])
+            assert any(found[1].startswith(name) for name in types), "its type stands before it"
+    assert values["vllm:generation_tokens_total"] == 20 == engine["num_sampled_tokens"]
+    assert values['vllm:request_success_total,finished_reason="length"'] == 4
+    assert values["vllm:prompt_tokens_total"] == engine["num_prompt_tokens"]
+    for name in (n.removesuffix("_count") for n in values if n.endswith("_count")):
+        assert types[name] == "histogram"
+        buckets = [v for key, v in values.items() if key.startswith(f"{name}_bucket,le=")]
+        assert buckets == sorted(buckets) and buckets[-1] == values[f"{name}_count"]
+    assert values["vllm:e2e_request_latency_seconds_count"] == 2
+    assert values["vllm:inter_token_latency_seconds_count"] == 16  # four in each completion
+    assert values["vllm:request_generation_tokens_sum"] == 20
+    assert values['vllm:request_params_n_bucket,le="2.0"'] == 1
+    total = engine["total_seconds"]
+    assert values["vllm:e2e_request_latency_seconds_sum"] == pytest.approx(
+        total["mean"] * total["count"]
+    )
+    # Prometheus' own reader, where it is installed.
+    with contextlib.suppress(ImportError):
+        from prometheus_client.parser import text_string_to_metric_families
+
+        assert len([*text_string_to_metric_families(answer.text)]) > 20
+
+
+def test_fields_of_vllm_are_read(place):
+    """Those that change an answer, each seen in it."""
+
+    def ask(**fields):
+        body = {"prompt": "127+345=", "temperature": 0, **fields}
+        [choice] = place.post("/v1/completions", body).json()["choices"]
+        return choice
+
+    assert ask(truncate_prompt_tokens=4, echo=True, max_tokens=1)["text"].startswith("345=")
+    assert ask(allowed_token_ids=[ord("2"), 258])["text"].strip("2") == ""
+    assert ask(min_tokens=8, max_tokens=9)["finish_reason"] == "length"
+    assert ask(stop="7", include_stop_str_in_output=True)["text"] == "47"
+    assert ask(stop_token_ids=[ord("7")])["text"] == "4"
+    assert "4" not in ask(bad_words=["4"])["text"]
+    assert ask(logit_bias={str(ord("9")): 1e6}, max_tokens=2)["text"] == "99"
+    shown = ask(prompt_logprobs=0, max_tokens=1)["prompt_logprobs"]
+    assert shown[0] is None and [[*each] for each in shown[1:]] == [
+        [str(ord(c))] for c in "27+345="
+    ]
+    labels = ask(logprob_token_ids=[ord("4"), ord("5")], max_tokens=1)["logprobs"]
+    assert {*labels["top_logprobs"][0]} == {"4", "5"}
+    own = place.post(
+        "/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": "mine"}
+    ).json()
+    assert own["id"] == "cmpl-mine"
+    pieces = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "stream": True}
+    said = place.post("/v1/completions", {**pieces, "stream_interval": 10}).text
+    assert 2 <= said.count("data: {") <= 5, "at 1, 11, 21 and 30 tokens"
+
+
+def test_models_with_other_names_have_labels_that_can_be_read():
+    name = 'a"b\\c'
+    page = ServerMetrics(name).page(dict.fromkeys((*ENGINE_VALUES,), 0))
+    assert 'model_name="a\\"b\\\\c"' in page
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def test_health_says_when_the_engine_is_dead(monkeypatch):
+    with serving() as place:
+        assert place.get("/health").content == b""
+        asyncio.run(place.llm._call(LLM.exit))  # as by an error that closes it
+        assert place.get("/health").status_code == 503
+        assert place.post(CHAT, {"messages": ASK}).status_code == 500
+
+
+def test_a_server_that_drains_refuses_and_ends_when_all_have_answers(monkeypatch):
+    with serving(overlap=False, grace=PATIENCE) as place, ThreadPoolExecutor(1) as pool:
+        steps = Steps(monkeypatch)
+        first = pool.submit(place.post, CHAT, {"messages": ASK, "temperature": 0})
+        steps.wait()
+        place.server.handle_exit(signal.SIGTERM, None)
+        assert place.get("/health").status_code == 503
+        refused = place.post(CHAT, {"messages": ASK})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert not first.done()
+        steps.let_any()
+        assert first.result(PATIENCE).json()["choices"][0]["message"]["content"] == "472"
+
+
+def start(*args, **environment):
+    """The command in a process of its own, and its address."""
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *args]
+    options = [
+        "--max-model-len",
+        "4096",
+        "--num-kvcache-blocks",
+        "300",
+        "--kvcache-block-size",
+        "16",
+    ]
+    process = subprocess.Popen(
+        [*command, *options], stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    said = ""
+    for line in process.stderr:
+        said += line
+        if found := re.search(r"http://\S+", line):
+            return process, found[0]
+    raise RuntimeError(said)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, rare(signal.SIGINT)])
+def test_the_command_drains_at_a_signal(number):
+    process, url = start(NANOVLLM_API_KEY="k")
+    try:
+        options = {"headers": {"Authorization": "Bearer k"}, "timeout": PATIENCE}
+        names = httpx.get(f"{url}/v1/models", **options).json()["data"]
+        assert [each["id"] for each in names] == ["tiny-qwen3"]
+        body = {"prompt": "count from 17:", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, **options) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert process.wait(PATIENCE) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.stderr.close()
+        process.wait()
+
+
+def test_what_the_command_refuses_before_a_model_is_loaded(monkeypatch, capsys):
+    def never(*_, **__):
+        pytest.fail("a model was loaded")
+
+    monkeypatch.setattr(AsyncLLM, "__init__", never)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["serve", "--port", str(other.getsockname()[1])]) == 2
+    assert "must be an address of this machine that is free" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--api-key", ""]) == 2
+    assert "`--api-key` must not be empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "99999"])
+    assert "between 0 and 65535" in capsys.readouterr().err
+
+
+def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("nanovllm.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    for name in [name for name in sys.modules if name.startswith("starlette.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["serve"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and 'pip install "nanovllm[serve]"' in said
+
+
+def test_who_listens_beyond_this_machine_without_a_key_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(
+        AsyncLLM, "__init__", lambda *_, **__: (_ for _ in ()).throw(ValueError("x"))
+    )
+    for host, is_told in (("0.0.0.0", True), ("127.0.0.1", False), ("::1", False)):
+        if host == "::1" and not socket.has_ipv6:
+            continue
+        assert main(["serve", "--port", "0", "--host", host]) == 2
+        assert ("pass --api-key" in capsys.readouterr().err) == is_told

@@ -1,0 +1,246 @@
+"""Streams byte for byte, as OpenAI's protocol has them, and reasoning."""
+
+import asyncio
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from http_server import ASK, serving
+
+from nanovllm import TINY, SamplingParams, StructuredOutputsParams
+from nanovllm.async_llm import _Jobs
+from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.openai.answers import Choice
+from nanovllm.openai.asks import Ask
+from nanovllm.openai.calls import calls_form, reasoning_rule, with_reasoning
+from nanovllm.outputs import CompletionOutput
+from nanovllm.sampling.structured_output import GrammarCompiler
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% elif opened is defined %}<think>\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """The embedded checkpoint with a template of a model that thinks."""
+    path = Path(shutil.copytree(TINY, tmp_path_factory.mktemp("thinking") / "model"))
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(thinking):
+    with serving(thinking) as place:
+        yield place
+
+
+def stream(place, path, body):
+    """The bytes of a stream, without what differs from one to the next."""
+    answer = place.post(path, {"stream": True, "temperature": 0, **body}, **{"X-Request-Id": "r"})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-request-id"] == "r"
+    said = re.sub(rb'"created":\d+', b'"created":0', answer.content)
+    return re.sub(rb"call_[0-9a-f]{24}", b"call_0", said).decode()
+
+
+def expected(kind, own_id, *choices, end=""):
+    """Events of these choices, written by hand as the protocol has them."""
+    head = f'{{"id":"{own_id}-r","object":"{kind}","created":0,"model":"tiny"'
+    said = "".join(f'data: {head},"choices":[{choice}]}}\n\n' for choice in choices)
+    return f"{said}{end}data: [DONE]\n\n"
+
+
+def chat(*deltas, end='{},"logprobs":null,"finish_reason":"stop"'):
+    begin = '{"role":"assistant","content":""}'
+    parts = [f'{delta},"logprobs":null,"finish_reason":null' for delta in (begin, *deltas)]
+    return [f'{{"index":0,"delta":{part}}}' for part in [*parts, end]]
+
+
+@pytest.fixture(autouse=True)
+def in_step(place, monkeypatch):
+    """Before a step the engine waits until the loop has told the last: so a piece is one token."""
+    step = _Jobs.step
+
+    def stepping(jobs):
+        for loop in {tell.__self__.loop for tell in jobs._ids}:
+            for _ in range(3):  # what was called before is done then
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(60)
+        step(jobs)
+
+    monkeypatch.setattr(_Jobs, "step", stepping)
+
+
+def test_a_chat(place):
+    found = stream(place, "/v1/chat/completions", {"messages": ASK})
+    pieces = ['{"content":"4"}', '{"content":"7"}', '{"content":"2"}']
+    assert found == expected("chat.completion.chunk", "chatcmpl", *chat(*pieces))
+
+
+def test_a_completion_with_usage_and_text_that_is_no_ascii(place):
+    pytest.importorskip("llguidance")
+    form = {"structured_outputs": {"choice": ['ß"\n']}, "stream_options": {"include_usage": True}}
+    found = stream(place, "/v1/completions", {"prompt": "1+1=", **form})
+    begin = '{"id":"cmpl-r","object":"text_completion","created":0,"model":"tiny"'
+    usage = (
+        '"usage":{"prompt_tokens":4,"completion_tokens":5,"total_tokens":9,'
+        '"prompt_tokens_details":{"cached_tokens":0}}'
+    )
+    assert found == expected(
+        "text_completion",
+        "cmpl",
+        '{"index":0,"text":"ß","logprobs":null,"finish_reason":null}',
+        '{"index":0,"text":"\\"","logprobs":null,"finish_reason":null}',
+        '{"index":0,"text":"\\n","logprobs":null,"finish_reason":null}',
+        '{"index":0,"text":"","logprobs":null,"finish_reason":"stop"}',
+        end=f'data: {begin},"choices":[],{usage}}}\n\n',
+    )
+
+
+def test_reasoning_and_a_call(place):
+    """Tags, newlines beside them, and the braces around a call are nobody's text."""
+    pytest.importorskip("llguidance")
+    text = f"<think>\nab\n</think>\n\nc\n{CALL}"
+    form = {"structured_outputs": {"choice": [text]}, "max_tokens": 200}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    found = stream(place, "/v1/chat/completions", {"messages": ASK, "tools": tools, **form})
+    first = '{"index":0,"id":"call_0","type":"function","function":{"name":"f","arguments":"{"}}'
+    more = [
+        f'{{"tool_calls":[{{"index":0,"function":{{"arguments":"{part}"}}}}]}}'
+        for part in ('\\"', "x", '\\"', ":", " ", "1", "}")
+    ]
+    pieces = [f'{{"reasoning":"{x}","reasoning_content":"{x}"}}' for x in "ab"]
+    pieces += ['{"content":"c"}', f'{{"tool_calls":[{first}]}}', *more]
+    end = '{},"logprobs":null,"finish_reason":"tool_calls"'
+    assert found == expected("chat.completion.chunk", "chatcmpl", *chat(*pieces, end=end))
+
+
+def test_an_error_in_a_stream(place, monkeypatch):
+    """The status is sent: the error is an event, and the stream ends as others do."""
+    step, steps = _Jobs.step, []
+
+    def failing(jobs):
+        steps.append(1)
+        if len(steps) > 2:
+            raise RuntimeError("out of order")
+        step(jobs)
+
+    monkeypatch.setattr(_Jobs, "step", failing)
+    found = stream(place, "/v1/chat/completions", {"messages": ASK})
+    monkeypatch.undo()
+    error = (
+        '{"error":{"message":"RuntimeError: out of order","type":"InternalServerError",'
+        '"param":null,"code":500}}'
+    )
+    assert found.endswith(f"data: {error}\n\ndata: [DONE]\n\n")
+    assert found.startswith('data: {"id"')
+    answer = place.post("/v1/chat/completions", {"messages": ASK, "temperature": 0}).json()
+    assert answer["choices"][0]["message"]["content"] == "472", "the engine goes on"
+
+
+# -- reasoning ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("variables", "said", "content", "reasoning"),
+    [
+        ({}, "<think>\nhm\n</think>\n\nyes", "yes", "hm"),
+        ({}, "yes", "yes", None),
+        ({"opened": True}, "hm\n</think>\n\nyes", "yes", "hm"),
+        ({"enable_thinking": False}, "<think>yes", "<think>yes", None),
+    ],
+)
+def test_reasoning_is_not_content(variables, said, content, reasoning, whole, place):
+    pytest.importorskip("llguidance")
+    body = {"messages": ASK, "temperature": 0, "structured_outputs": {"choice": [said]}}
+    body |= {"chat_template_kwargs": variables, "max_tokens": 99, "stream": not whole}
+
+    def ask(body):
+        answer = place.post("/v1/chat/completions", body)
+        if whole:
+            return answer.json()["choices"][0]["message"]
+        found = {}
+        for line in answer.text.split("\n\n")[:-2]:
+            for name, text in json.loads(line[6:])["choices"][0]["delta"].items():
+                found[name] = found.get(name, "") + text
+        return found
+
+    found = ask(body)
+    assert found["content"] == content
+    assert found.get("reasoning") == found.get("reasoning_content") == reasoning
+    found = ask({**body, "include_reasoning": False})
+    assert (found["content"], "reasoning" in found) == (content, False)
+
+
+def test_tokens_of_reasoning_are_counted():
+    """Up to the token that ends it; all, if none does."""
+    ask = Ask([], SamplingParams(), True, may_reason=True)
+    cases = [
+        ("<think>ab</think>c", [1, 2, 3, 9, 4], 3),
+        ("<think>ab", [1, 2, 3], 3),
+        ("abc", [1, 2, 3], 0),
+    ]
+    for text, token_ids, wanted in cases:
+        per_token = -(-len(text) // len(token_ids))  # characters
+        for step in (1, 2, 5):
+            choice = Choice(ask, think_end=9)
+            for start in range(0, len(token_ids), step):
+                is_last = start + step >= len(token_ids)
+                new = token_ids[start : start + step]
+                said = text[start * per_token : (start + step) * per_token]
+                part = CompletionOutput(0, said, new, "stop" if is_last else None)
+                choice.count(part)
+                choice.split(part)
+            assert choice.num_reasoning == wanted
+            assert choice.num_tokens == len(token_ids)
+
+
+def test_a_form_holds_for_what_follows_the_reasoning(place):
+    """The model may think first; the tiny one goes on for ever, and does not, if it cannot."""
+    pytest.importorskip("llguidance")
+
+    tokenizer = load_tokenizer(TINY)
+    compiler = GrammarCompiler(tokenizer, 272, [258])
+    schema = json.dumps({"enum": [1, 2]})
+    tools = [
+        {
+            "function": {
+                "name": "f",
+                "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+            }
+        }
+    ]
+
+    def fits(form, text):
+        grammar = compiler.compile(StructuredOutputsParams(grammar=form))
+        tokens = tokenizer.encode(text)
+        return grammar._matcher.validate_tokens(tokens) == len(tokens)
+
+    cases = {
+        "<|im_start|>assistant\n": ["1", "<think>a\n</think>\n\n1"],
+        "<|im_start|>assistant\n<think>\n": ["a<b\n</think>1"],
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n": ["1"],
+    }
+    for prompt, texts in cases.items():
+        thinks = reasoning_rule(prompt)
+        for text in texts:
+            assert fits(with_reasoning(schema, thinks), text)
+            assert not fits(with_reasoning(schema, thinks), text[:-1] + "3")
+            for several in (True, False):
+                form = calls_form(tools, several=several, thinks=thinks)
+                assert fits(form, text[:-1] + CALL)
+                assert fits(form, f"{text[:-1]}{CALL}\n{CALL}") == several
+                assert not fits(form, text[:-1] + CALL.replace("f", "g"))
+    body = {"messages": ASK, "temperature": 0, "max_tokens": 20}
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": [1, 2]}}}
+    answer = place.post("/v1/chat/completions", {**body, "response_format": form}).json()
+    assert answer["choices"][0]["message"]["content"] in ("1", "2")
