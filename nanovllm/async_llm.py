@@ -74,6 +74,7 @@ class AsyncLLM:
         llm._begins_again = True
         self._show = llm.__repr__  # of what is merged now, say
         self.tokenizer, self.max_model_len = llm.get_tokenizer(), llm.max_model_len
+        self._image_prompts = llm.image_prompts
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = FairLock()  # no command may be queued after the end
@@ -179,6 +180,7 @@ class AsyncLLM:
         """
         renderer = ChatRenderer(
             self.tokenizer,
+            self._image_prompts,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -1,0 +1,94 @@
+"""Images in messages over HTTP, by OpenAI's client: the answers are `LLM.chat`'s, and nothing of
+the server's machine or network can be named.
+"""
+
+import base64
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL", reason="needs the extra `vision`")
+openai = pytest.importorskip("openai", reason="needs the client openai")
+
+import numpy as np  # noqa: E402
+from http_server import OPTIONS, PATIENCE, serving  # noqa: E402
+from make_tiny_vision import make_model  # noqa: E402
+from PIL import Image as Picture  # noqa: E402
+
+from nanovllm import LLM, SamplingParams  # noqa: E402
+
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vision") / "model"
+    make_model(path)
+    return path
+
+
+def data_url(seed: int) -> str:
+    pixels = np.random.default_rng(seed).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    with io.BytesIO() as stream:
+        Picture.fromarray(pixels).save(stream, "PNG")
+        return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def conversation(*urls: str) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": x}} for x in urls]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
+
+
+def test_answers_are_those_of_chat(model: Path) -> None:
+    """Whole and streamed; another picture has another answer."""
+    print("seed", SEED)
+    seeds = random.Random(SEED).sample(range(1000), 3)
+    asked = [conversation(data_url(s)) for s in seeds]
+    asked.append(conversation(*map(data_url, seeds[:2])))
+    with LLM(model, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12)
+        outputs = llm.chat(asked, params, use_tqdm=False)
+    wanted = [(output.outputs[0].text, len(output.prompt_token_ids)) for output in outputs]
+    assert len(set(wanted)) == 4
+    options = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE}
+    with serving(model) as place:
+        client = openai.OpenAI(base_url=f"{place.url}/v1", **options)
+        create = client.chat.completions.create
+        for messages, (text, count) in zip(asked, wanted, strict=True):
+            own = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 12}
+            answer = create(**own)
+            assert answer.choices[0].message.content == text
+            assert answer.usage.prompt_tokens == count
+            events = list(create(**own, stream=True))
+            assert "".join(x.choices[0].delta.content or "" for x in events if x.choices) == text
+        assert place.metrics()["num_images_encoded"] == 3, "each of the pictures once"
+
+
+def test_files_and_other_machines_are_refused(model: Path, tmp_path: Path) -> None:
+    """But for files below the folder that is allowed."""
+    allowed, secret = tmp_path / "allowed", tmp_path / "secret.png"
+    allowed.mkdir()
+    for seed, path in enumerate((allowed / "one.png", secret)):
+        path.write_bytes(base64.b64decode(data_url(seed).partition(",")[2]))
+    (allowed / "link.png").symlink_to(secret)
+    strings = [str(secret), secret.as_uri(), f"{allowed.as_uri()}/../secret.png"]
+    strings += [f"{allowed}/link.png", "http://127.0.0.1:1/x.png", "ftp://h/x", "data:,", "\0"]
+    body = {"model": "tiny", "max_tokens": 1}
+    with serving(model, allowed_local_media_path=allowed) as place:
+        for value in strings:
+            for part in (
+                {"type": "image_url", "image_url": {"url": value}},
+                {"type": "image", "image": value},
+                {"type": "image", "image": {"path": value}},
+                {"type": "input_image", "image_url": value},
+            ):
+                messages = [{"role": "user", "content": [part]}]
+                response = place.post("/v1/chat/completions", {**body, "messages": messages})
+                assert response.status_code == 400, (part, response.text)
+                assert "secret.png" not in response.text or value in response.text
+        messages = conversation((allowed / "one.png").as_uri())
+        answer = place.post("/v1/chat/completions", {**body, "messages": messages})
+        assert answer.status_code == 200, answer.text
