@@ -69,8 +69,8 @@ def _why(name: str, raw: dict[str, Any]) -> str:
         )
     if "vision_config" in raw or "audio_config" in raw:
         return (
-            ": it reads images or sound; pass a text-only model, or for images Qwen3-VL, Qwen3.5 or "
-            "Gemma 3"
+            ": it reads images or sound; pass a text-only model, or for images Qwen3-VL, Qwen3.5 "
+            "or Gemma 3"
         )
     if raw.get("auto_map"):
         return (
