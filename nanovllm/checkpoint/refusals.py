@@ -68,7 +68,10 @@ def _why(name: str, raw: dict[str, Any]) -> str:
             "is Qwen3-MoE"
         )
     if "vision_config" in raw or "audio_config" in raw:
-        return ": it reads images or sound; pass a text-only model"
+        return (
+            ": it reads images or sound; pass a text-only model, or for images Qwen3-VL, Qwen3.5 "
+            "or Gemma 3"
+        )
     if raw.get("auto_map"):
         return (
             ": it is Python code in the checkpoint (`auto_map`), which is never run; pass a model "
