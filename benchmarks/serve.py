@@ -1,6 +1,6 @@
 """The cost of HTTP: streaming clients of `nanovllm serve` beside `LLM.generate`.
 
-    python benchmarks/serve.py --dummy llama-3.1-8b [--clients 1 256] [--repeat 3]
+    python benchmarks/serve.py --dummy qwen3-8b [--clients 1 256] [--repeat 3]
 
 Each client asks for one completion of a prompt of --prompt-tokens random tokens, all at once, and
 reads it piece by piece; the clients are a process of their own. `generate` completes the same

@@ -9,6 +9,8 @@ import uvicorn
 
 from nanovllm.serve.guard import Guard
 
+KEEP_ALIVE = 60  # seconds; clients that keep connections for less never meet a closed one
+
 
 class Server(uvicorn.Server):
     """A server of one application. The first signal (Ctrl-C, SIGTERM) lets it drain: new requests
@@ -24,7 +26,12 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Guard, listener: socket.socket, grace: float, greeting: str) -> None:
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=1,
         )
         super().__init__(config)
         self._app, self._listener, self._grace = app, listener, grace

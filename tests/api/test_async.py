@@ -196,7 +196,7 @@ def test_chats_scores_and_vectors_are_those_of_the_llm():
             return found
 
     talked, scored, *vectors, rendered, own = asyncio.run(main())
-    assert own.probs == pytest.approx(judged.probs, abs=1e-6)
+    assert own.probs == pytest.approx(judged.probs, abs=1e-4)
     assert facts(talked[-1].outputs[0]) == facts(chat.outputs[0]) and len(talked) > 2
     assert rendered == {"prompt": chat.prompt, "prompt_token_ids": chat.prompt_token_ids}
     assert scored.ranks == score.ranks

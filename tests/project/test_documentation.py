@@ -76,6 +76,7 @@ SMALL_COMMANDS = ("python b", "python example.py", "python s", "pip ", "pytest "
 # Of these the default tests run the same at smaller size, in test_benchmarks.py, or with less.
 SLOW = (
     "streams.py",
+    "serve.py",
     "startup",
     "workloads",
     "cpu_vs_transformers",

@@ -448,6 +448,28 @@ def test_a_server_that_drains_refuses_and_ends_when_all_have_answers(monkeypatch
         assert first.result(PATIENCE).json()["choices"][0]["message"]["content"] == "472"
 
 
+def test_after_the_grace_open_requests_end(monkeypatch):
+    """One without an answer is told; a stream that has begun breaks off."""
+    with serving(overlap=False, grace=0.0) as place, ThreadPoolExecutor(2) as pool:
+        steps = Steps(monkeypatch)
+        stream = raw_request(place, {"messages": ASK, "stream": True, **LONG})
+        steps.wait()
+        steps.let(1)
+        assert stream.recv(4) == b"HTTP"
+        steps.wait()
+        whole = pool.submit(place.post, CHAT, {"messages": ASK, **LONG})
+        while place.app.num_open < 2:
+            assert place.get("/version").status_code == 200
+        place.server.handle_exit(signal.SIGTERM, None)
+        assert whole.result(PATIENCE).status_code == 503
+        said = b""
+        while piece := stream.recv(1 << 16):
+            said += piece
+        assert b"[DONE]" not in said
+        stream.close()
+        steps.let_any()
+
+
 def start(*args, **environment):
     """The command in a process of its own, and its address."""
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *args]
