@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+READING = 8  # bytes for a pixel of a picture that is read
+
 
 @dataclass(frozen=True, eq=False)
 class Picture:
@@ -52,8 +54,8 @@ class SizedPicture:
 
     @property
     def cost(self) -> int:
-        """Memory while it is prepared."""
-        return self.num_bytes + 3 * self.picture.height * self.picture.width
+        """Memory while it is prepared: Pillow has four bytes for a pixel, and makes copies."""
+        return self.num_bytes + READING * self.picture.height * self.picture.width
 
 
 class PlacedPicture(NamedTuple):
