@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.images.picture import Picture
+from nanovllm.images.picture import Picture, unwrap
 from nanovllm.images.urls import data_of_url, path_of_url, scheme, short
 
 MAX_PIXELS = 178_956_970  # of a picture: Pillow's own bound, twice its MAX_IMAGE_PIXELS
@@ -76,8 +76,8 @@ def open_picture(given: Any, name: str) -> Picture:
         from PIL import Image
     except ImportError:
         raise ImportError(NO_PILLOW) from None
-    if isinstance(given, Mapping) and {"bytes", "path"} & {*given}:  # of Hugging Face's datasets
-        given = given.get("path") if given.get("bytes") is None else given["bytes"]
+    if isinstance(given, Mapping):
+        given, name = unwrap(given, name)
     if isinstance(given, Image.Image):
         return _pillow(given, name)
     if isinstance(given, (bytes, bytearray, memoryview)):
