@@ -18,6 +18,7 @@ from nanovllm.batch.openai_batch import read_request
 from nanovllm.batch.params import parameter_like
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import PARAMETERS, Row, as_rows, read_ask
+from nanovllm.images.picture import NoPillowError
 from nanovllm.images.prompts import ImagePrompts, NoImages
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.chat import ChatRenderer
@@ -82,6 +83,7 @@ def run(
     Raises:
         TypeError, ValueError: for wrong arguments.
         RuntimeError: if the engine is closed, busy with other requests, or fails.
+        ImportError: if a row has images and Pillow is missing; it has no result then.
     """
     if not llm.is_finished():
         raise RuntimeError("run() needs an engine without other requests: finish them")
@@ -181,6 +183,8 @@ class _Job:
         try:
             prompt, params = self._request(row)
             request_id = self._llm.add_request(prompt, params)
+        except NoPillowError:
+            raise  # every row with images would fail, and count as finished
         except (TypeError, ValueError, ImportError, RecursionError) as error:
             return Result(row, error=str(error))  # ImportError: its grammar needs a missing package
         self._in_flight[request_id] = row, params

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 READING = 8  # bytes for a pixel of a picture that is read
 
 
+class NoPillowError(ImportError):
+    """Pillow is missing, which all images need: an error of the installation, of no single row."""
+
+    def __init__(self) -> None:
+        super().__init__('images need Pillow: pip install "pillow>=10"', name="PIL")
+
+
 @dataclass(frozen=True, eq=False)
 class Picture:
     """An image of a caller.

@@ -402,7 +402,7 @@ def test_a_model_that_does_not_see(path: Path, checkpoint: Path, tmp_path: Path)
 def test_without_pillow(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     prompt = {"prompt": PICTURE, "multi_modal_data": {"image": b"x"}}
-    with pytest.raises(ImportError, match=r'images need Pillow: pip install "nanovllm\[vision\]"'):
+    with pytest.raises(ImportError, match='images need Pillow: pip install "pillow>=10"'):
         seeing.generate([prompt], GREEDY, use_tqdm=False)
     assert seeing.generate(["text"], GREEDY, use_tqdm=False)[0].error is None
 
