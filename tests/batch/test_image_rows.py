@@ -117,6 +117,26 @@ def test_rows_of_a_file(llm: LLM, folder: Path, tmp_path: Path, texts: dict[str,
         assert not list(sink.unfinished(read_rows(file))), "all are finished"
 
 
+def test_token_ids_with_images(llm: LLM, folder: Path, texts: dict[str, str]) -> None:
+    """In either field; integers may be written as 8.0, also in limits."""
+    ids = llm.get_tokenizer().encode(f"{PICTURE}what?")
+    image = {"multi_modal_data": {"image": str(folder / "a.png")}}
+    few = {"max_pixels": 2048.0, "min_pixels": None, "size": None}
+    rows: list[dict[str, Any]] = [
+        {"prompt": list(map(float, ids)), **image},
+        {"prompt_token_ids": ids, **image},
+        {"prompt": f"{PICTURE}what?", **image, "mm_processor_kwargs": few},
+        {"prompt": ids, **image, "mm_processor_kwargs": {"size": {"longest_edge": 2048.0}}},
+    ]
+    results = list(run(llm, rows, GREEDY, ordered=True))
+    assert [result.error for result in results] == [None] * 4
+    outputs = [result.output for result in results if result.output is not None]
+    said = [output.outputs[0].text for output in outputs]
+    assert said[:2] == [texts["plain a"]] * 2
+    counts = [len(output.prompt_token_ids) for output in outputs]
+    assert counts[0] == counts[1] > counts[2] == counts[3] == len(ids)
+
+
 def test_without_pillow_no_row_counts_as_finished(
     llm: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
