@@ -21,7 +21,7 @@ content. Of rows with the same `custom_id` the first is computed; the others car
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class Ask(NamedTuple):
         prompt: prompt in a form for `LLM.add_request`; None for a conversation.
         messages: messages of the conversation.
         chat: arguments of `LLM.chat` that the row has of its own.
-        images: images beside the conversation, for its parts that have none.
+        images: images beside the conversation, for its parts that have none, by their names.
         limits: `mm_processor_kwargs` of a conversation.
     """
 
@@ -86,7 +86,7 @@ class Ask(NamedTuple):
     prompt: Any = None
     messages: Any = None
     chat: Mapping[str, Any] = {}
-    images: Sequence[Any] = ()
+    images: Mapping[str, Any] = {}
     limits: Any = None
 
 
@@ -189,7 +189,7 @@ def read_ask(
         if prompt is not None or token_ids is not None:
             raise ValueError("a row must have either `messages` or a prompt, got both")
         own = {name: values[name] for name in CHAT_FIELDS if values.get(name) is not None}
-        images = list(images_of(data, "row").values())
+        images = images_of(data, "row")
         return Ask(params, messages=read_messages(messages), chat=own, images=images, limits=limits)
     if prompt is None and token_ids is None:
         names = ", ".join(f"`{name}`" for name in values)
@@ -203,7 +203,7 @@ def read_ask(
         text = {} if prompt is None else {"prompt": prompt}
         return Ask(params, {"prompt_token_ids": whole(token_ids), **text, **more})
     if chat and isinstance(prompt, str):
-        images = list(images_of(data, "row").values())
+        images = images_of(data, "row")
         parts = [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]
         content = parts if images else prompt
         message = {"role": "user", "content": content}

@@ -78,6 +78,23 @@ class PlacedPicture(NamedTuple):
     sized: SizedPicture
 
 
+@dataclass(frozen=True)
+class PartImage:
+    """An image of a message's part, as it stands in `multi_modal_data` of the prompt made of it.
+
+    Attributes:
+        image: what the caller passed.
+        name: place of it in the conversation, for errors.
+        part: place of the part, for errors.
+        limits: `max_pixels` and `min_pixels` of the part.
+    """
+
+    image: Any
+    name: str
+    part: str
+    limits: Mapping[str, int]
+
+
 def unwrap(given: Mapping[str, Any], name: str) -> tuple[Any, str]:
     """The bytes or the path in a dictionary of Hugging Face's datasets, and its name in errors.
 

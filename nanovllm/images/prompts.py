@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from nanovllm.images.picture import PlacedPicture, SizedPicture, unwrap
+from nanovllm.images.picture import PartImage, PlacedPicture, SizedPicture, unwrap
 from nanovllm.images.processor import ImageProcessor, read_limits
 from nanovllm.images.urls import Media
 from nanovllm.utils.checks import check_int
@@ -130,6 +130,9 @@ class ImagePrompts:
     def _size(self, given: Any, name: str, processor: ImageProcessor) -> SizedPicture:
         from nanovllm.images.reading import open_picture  # with numpy
 
+        if isinstance(given, PartImage):
+            processor = processor.with_limits(given.limits, given.part)
+            given, name = given.image, given.name
         picture = open_picture(given, name)
         try:
             height, width = processor.resized(picture.height, picture.width)

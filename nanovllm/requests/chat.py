@@ -102,15 +102,17 @@ class ChatRenderer:
             "continue_final_message": continue_final_message,
         }
 
-    def render(self, conversation: Any, name: str, images: Iterable[Any] = ()) -> dict[str, Any]:
+    def render(
+        self, conversation: Any, name: str, images: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Render a conversation as a prompt.
 
         Args:
             conversation: messages.
             name: name of the conversation in errors.
-            images: images for its parts that have none, in their order.
+            images: images for its parts that have none, in their order, by their names in errors.
         """
-        parts = ImageParts(self._images, images)
+        parts = ImageParts(self._images, images or {})
         messages = read_conversation(conversation, name, parts, has_developer=self._has_developer)
         parts.end(name)
         try:

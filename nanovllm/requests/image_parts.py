@@ -1,8 +1,10 @@
 """`ImageParts`: the images in the parts of messages. Imports no torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.images.picture import PartImage
+from nanovllm.images.processor import read_limits
 from nanovllm.images.prompts import ImagePrompts, NoImages
 
 # Types of parts with an image, and the keys that may hold it.
@@ -12,6 +14,8 @@ TYPES = {
     "image": ("image", "url", "path"),  # transformers' and Qwen's
     "image_pil": ("image_pil",),  # vLLM's
 }
+LIMITS = ("max_pixels", "min_pixels")  # Qwen's, beside the image
+DETAILS = ("auto", "high")  # OpenAI's, which ask for no smaller image
 OTHER_TYPES = {
     **dict.fromkeys(("video", "video_url", "input_video"), "videos are"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "sound is"),
@@ -24,15 +28,15 @@ class ImageParts:
 
     Args:
         images: images of the engine's prompts.
-        beside: images for parts that have none, in their order.
+        beside: images for parts that have none, in their order, by their names in errors.
 
     Attributes:
         found: images of the parts read so far, for `multi_modal_data`.
     """
 
-    def __init__(self, images: ImagePrompts | NoImages, beside: Iterable[Any] = ()) -> None:
-        self._images, self._beside = images, list(beside)
-        self.found: list[Any] = []
+    def __init__(self, images: ImagePrompts | NoImages, beside: Mapping[str, Any]) -> None:
+        self._images, self._beside = images, list(beside.items())
+        self.found: list[PartImage] = []
 
     def take(self, part: Any, name: str) -> bool:
         """Whether a part is an image, which is taken. `name` stands for the part in errors.
@@ -51,16 +55,19 @@ class ImageParts:
             return False
         if isinstance(self._images, NoImages):
             self._images.refuse(name)
+        limits = _read_options(part, kind, name)
         for key in TYPES[kind]:
             if part.get(key) is not None:
                 where = f'{name}["{key}"]'
                 given = _url(part[key], where) if key == "image_url" else part[key]
-                self.found.append(self._images.find(given, where))
-                return True
-        if not self._beside:
-            keys = " or ".join(f"`{key}`" for key in TYPES[kind])
-            raise ValueError(f"`{name}` must have an image in {keys}, got none")
-        self.found.append(self._beside.pop(0))
+                given = self._images.find(given, where)
+                break
+        else:
+            if not self._beside:
+                keys = " or ".join(f"`{key}`" for key in TYPES[kind])
+                raise ValueError(f"`{name}` must have an image in {keys}, got none")
+            where, given = self._beside.pop(0)
+        self.found.append(PartImage(given, where, name, limits))
         return True
 
     def end(self, name: str) -> None:
@@ -68,14 +75,41 @@ class ImageParts:
         if self._beside:
             raise ValueError(
                 f'`{name}` must have a part {{"type": "image"}} for each image beside it, got '
-                f"{len(self._beside)} images more"
+                f"{len(self._beside)} fewer"
             )
+
+
+def _read_options(part: Mapping[str, Any], kind: str, name: str) -> dict[str, int]:
+    """The limits on an image's pixels that stand in its part.
+
+    Raises:
+        TypeError, ValueError: for a key that is not known, or a wrong value.
+    """
+    known = ("type", *TYPES[kind], *LIMITS, "detail")
+    given = {key: value for key, value in part.items() if value is not None}
+    if unknown := [key for key in given if key not in known]:
+        raise ValueError(
+            f"`{name}` must have the keys {', '.join(known)}, and no others, got {unknown[0]!r}"
+        )
+    _check_detail(given.get("detail"), name)
+    return read_limits({key: given[key] for key in LIMITS if key in given}, name)
+
+
+def _check_detail(detail: Any, name: str) -> None:
+    if detail is not None and detail not in DETAILS:
+        raise ValueError(
+            f'`{name}["detail"]` must be {" or ".join(DETAILS)}, got {detail!r}: bound the size by '
+            "max_pixels in the part"
+        )
 
 
 def _url(value: Any, name: str) -> Any:
     """The URL in OpenAI's object, or another value as it is."""
     if not isinstance(value, Mapping):
         return value
+    if unknown := [key for key in value if key not in ("url", "detail") and value[key] is not None]:
+        raise ValueError(f"`{name}` must have the key url, and no others, got {unknown[0]!r}")
+    _check_detail(value.get("detail"), name)
     url = value.get("url")
     if not isinstance(url, str):
         raise ValueError(f"`{name}` must have a `url`, a string, got {url!r}")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 from seeing import GREEDY, PICTURE, make_seeing, make_seeing_gemma3, photo, reference
+from vision_checkpoints import PAD
 
 from checkpoints import SMALL, assert_idle
 from nanovllm import LLM, AsyncLLM, SamplingParams
@@ -295,7 +296,7 @@ def test_chat(seeing: LLM, path: Path, tmp_path: Path) -> None:
         {"type": "image", "image": file},
         {"type": "image", "url": url},
         {"type": "image_pil", "image_pil": B},
-        {"type": "input_image", "image_url": url},
+        {"type": "input_image", "image_url": url, "detail": "high", "file_id": None},
     ]
     conversations = [
         [
@@ -312,6 +313,21 @@ def test_chat(seeing: LLM, path: Path, tmp_path: Path) -> None:
         assert found(output) == expected(path, text, [B])
 
 
+def test_limits_of_a_part(seeing: LLM) -> None:
+    """Each image has its own."""
+    parts: list[dict[str, Any]] = [
+        {"type": "image", "image": LARGE, "max_pixels": 4096},
+        {"type": "image", "image": LARGE},
+        {"type": "image", "image": LARGE, "max_pixels": 2048, "min_pixels": 1024},
+    ]
+    [output] = seeing.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
+    token = seeing.get_tokenizer().convert_tokens_to_ids("<|vision_start|>")
+    ids = output.prompt_token_ids
+    pieces = "".join("." if i == token else "#" if i == PAD else " " for i in ids).split(".")
+    counts = [piece.count("#") for piece in pieces[1:]]
+    assert counts == [2, 35, 1], "1 x 2, 5 x 7 and one of 32 pixels"
+
+
 def test_chat_refuses(seeing: LLM, path: Path, tmp_path: Path) -> None:
     file = tmp_path / "b.png"
     file.write_bytes(encoded(B))
@@ -321,6 +337,18 @@ def test_chat_refuses(seeing: LLM, path: Path, tmp_path: Path) -> None:
         ({"type": "image_url", "image_url": {"url": "https://e.org/a.png"}}, "from the network"),
         ({"type": "image_url", "image_url": {}}, r"\[\"image_url\"\]` must have a `url`"),
         ({"type": "image"}, "must have an image"),
+        (
+            {"type": "image", "image": b"x"},
+            r"^`messages\[0\]\[\"content\"\]\[0\]\[\"image\"\]` must be",
+        ),
+        ({"type": "image", "image": B, "resized_height": 64}, "no others, got 'resized_height'"),
+        ({"type": "image", "image": B, "max_pixels": 0}, r"\[0\].max_pixels` must be .*, got 0"),
+        ({"type": "input_image", "image_url": "data:,x", "file_id": 1}, "others, got 'file_id'"),
+        (
+            {"type": "image_url", "image_url": {"url": "data:,x", "detail": "low"}},
+            "must be auto or high, got 'low': bound the size by max_pixels",
+        ),
+        ({"type": "image_url", "image_url": {"url": "data:,x", "fps": 1}}, "others, got 'fps'"),
         ({"type": "video_url", "video_url": {"url": "x"}}, "videos are not supported"),
         ({"type": "input_audio", "input_audio": {}}, "sound is not supported"),
         ({"type": "image_embeds", "image_embeds": 1}, "embeddings of images are not supported"),

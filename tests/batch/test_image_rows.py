@@ -99,6 +99,13 @@ def test_rows_of_a_file(llm: LLM, folder: Path, tmp_path: Path, texts: dict[str,
             {"prompt": "what?", "multi_modal_data": {"image": b}},
             None,
         ),
+        (
+            {
+                "messages": [{"role": "user", "content": bare}],
+                "multi_modal_data": {"image": "missing.png"},
+            },
+            None,
+        ),
     ]
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row, _ in cases))
@@ -111,8 +118,9 @@ def test_rows_of_a_file(llm: LLM, folder: Path, tmp_path: Path, texts: dict[str,
         if name is not None:
             assert lines[i]["generated_text"] == texts[name]
             assert lines[i].get("multi_modal_data") == row.get("multi_modal_data")
+    assert lines[8]["error"].startswith('`row["multi_modal_data"]["image"]` cannot be read')
     assert "cut.png" in lines[2]["error"] and "missing.png" in lines[3]["error"]
-    assert '{"type": "image"} for each image beside it, got 1 images more' in lines[6]["error"]
+    assert '{"type": "image"} for each image beside it, got 1 fewer' in lines[6]["error"]
     with ResumableSink(out) as sink:
         assert not list(sink.unfinished(read_rows(file))), "all are finished"
 
@@ -171,7 +179,7 @@ def test_prompts_as_messages_show_their_images_first(
 def test_requests_of_openai(llm: LLM, folder: Path, tmp_path: Path, texts: dict[str, str]) -> None:
     def row(custom_id: str, image: str) -> dict[str, Any]:
         content = [
-            {"type": "image_url", "image_url": {"url": image, "detail": "low"}},
+            {"type": "image_url", "image_url": {"url": image, "detail": "high"}},
             {"type": "text", "text": "what?"},
         ]
         body = {"model": "x", "messages": [{"role": "user", "content": content}]}
