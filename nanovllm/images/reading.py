@@ -120,7 +120,7 @@ def _file(given: str | bytes, name: str) -> Picture:
 def _encoded(data: bytes, name: str) -> Picture:
     what = f"{len(data)} bytes"
     size = _peek(io.BytesIO(data), name, what)
-    return Picture(*size, data, lambda: _load(io.BytesIO(data), size, OF_ROW, what))
+    return Picture(*size, data, lambda: _load(io.BytesIO(data), size, OF_ROW, what), len(data))
 
 
 def _pillow(image: Any, name: str) -> Picture:
@@ -217,7 +217,11 @@ def _load(file: Any, size: tuple[int, int], name: str, what: str) -> NDArray[np.
     from PIL import ImageOps
 
     with _opened(file, name, what) as image:
-        pixels = _on_white(_as_rgb(ImageOps.exif_transpose(image)))
+        image.load()
+        if image.getexif().get(EXIF_ORIENTATION, 1) != 1:
+            pixels = _on_white(_as_rgb(ImageOps.exif_transpose(image)))
+        else:  # without the copy that would be made
+            pixels = _on_white(_as_rgb(image))
         if pixels.shape[:2] != size:
             raise RefusedError(
                 f"`{name}` must keep its size, and {what} has changed, or has its orientation "

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -197,6 +198,19 @@ def test_images_held_for_requests_that_wait_for_others_do_not_block(pictures, pr
     preparation.release([2])
     found += ready(preparation, 1)
     assert [each.request_id for each in found] == [0, 1, 2, 3]
+
+
+def test_encoded_data_count_as_long_as_they_are_there(pictures, prepare):
+    preparation = prepare()
+    sized = pictures.make("a")
+    sized = replace(sized, picture=replace(sized.picture, source_bytes=1000))
+    preparation.add(0, placed(sized))
+    assert preparation.held_bytes == COST + 1000
+    pictures.open("a")
+    ready(preparation, 1)
+    assert preparation.held_bytes == BYTES + 1000
+    preparation.release([0])
+    assert preparation.held_bytes == 0
 
 
 def test_released_before_it_is_ready(pictures, prepare):

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from oracle import GEMMA, QWEN, pixels
 from PIL import Image as Pillow
 from transformers.image_utils import load_image
 
+from nanovllm.images.picture import READING
 from nanovllm.images.processor import read_processor
 from nanovllm.images.reading import open_picture
 from nanovllm.images.resizing import resize
@@ -124,6 +127,36 @@ def test_one_image_of_pillow_in_many_threads(tmp_path):
                 np.testing.assert_array_equal(found, expected)
 
 
+MEASURE = r"""
+import re, sys
+from pathlib import Path
+from nanovllm.images.reading import open_picture
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+*small, large = sys.argv[1:]
+for path in small:
+    open_picture(path, "image").read()
+before = peak()
+pixels = open_picture(large, "image").read()
+print((peak() - before) / (pixels.shape[0] * pixels.shape[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["rgb.jpg", "rgb.webp", "see_through.png"])
+def test_memory_of_reading(name, tmp_path):
+    """What is counted for a pixel is not less than what the process needs."""
+    shape = (2000, 2000)
+    rgb = Pillow.fromarray(noise(*shape))
+    image = rgb.quantize(16) if "see" in name else rgb
+    small, large = tmp_path / f"small_{name}", tmp_path / name
+    image.save(large, **PICTURES[name][1])
+    image.crop((0, 0, 64, 64)).save(small, **PICTURES[name][1])
+    command = [sys.executable, "-c", MEASURE, str(small), str(large)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert 8 < float(ran.stdout) <= READING
+
+
 def save(path, image, **options):
     image.save(path, **options)
     return path
@@ -207,6 +240,7 @@ def test_sources(tmp_path):
     path = tmp_path / "a.png"
     Pillow.new("RGB", (30, 20)).save(path)
     data, array = path.read_bytes(), noise(9, 9)
+    assert open_picture(data, "image").source_bytes == len(data)
     for given in (path, str(path), data, array):
         first, second = (open_picture(given, "image").source for _ in range(2))
         assert first == second and hash(first) == hash(second)
