@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--max-pixels", type=int, help="of a picture; larger ones are scaled down")
     args = parser.parse_args()
 
+    if not args.folder.is_dir():
+        parser.error(f"--folder must be a folder, got {args.folder}")
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
     job = {key: value for key, value in vars(args).items() if key not in ("folder", "output")}
     sink = ResumableSink(args.output, job)  # an output of another job is refused

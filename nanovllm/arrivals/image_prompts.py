@@ -72,4 +72,4 @@ def _tokens(
         return ImageTokens(token, text(token))
     # Gemma 3: templates write the begin alone.
     begin, end = (text(whole.get(key, -1)) for key in ("boi_token_index", "eoi_token_index"))
-    return ImageTokens(token, begin, f"\n\n{begin}{text(token)}{end}\n\n")
+    return ImageTokens(token, begin, f"\n\n{begin}{text(token)}{end}\n\n", text(token))

@@ -222,8 +222,8 @@ class Preparation:
         job.held = num_bytes
 
     def _start(self, even_beyond: bool = False) -> None:
-        """Give pictures to the threads while there is memory for them; `even_beyond` it the first
-        one.
+        """Give pictures to the threads while there is memory for them. With `even_beyond` the first
+        one needs none.
         """
         while self._queue and self._num_running < AHEAD * self._num_threads:
             job = self._queue[0]

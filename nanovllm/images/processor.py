@@ -17,6 +17,7 @@ NESTED, PLAIN = PROCESSORS  # the first one has priority
 MAX_RATIO = 200  # of the sides of an image, as Qwen's processors have it
 RESAMPLE = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
 KEPT_RATIO, FIXED_SIZE = ("Qwen2VL", "Qwen3VL", "Qwen3_5"), ("Gemma3",)  # names of processors
+TEXT_ALONE = "pass language_model_only=True for text alone"
 OVERRIDES = ("max_pixels", "min_pixels", "size")
 EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # keys of `size`
 
@@ -187,7 +188,7 @@ def read_processor(directory: Path, vision: Mapping[str, Any], tokens: int) -> I
         return _kept_ratio(name, raw, colours)
     if kind.startswith(FIXED_SIZE):
         return _fixed_size(name, raw, colours, vision, tokens)
-    raise ValueError(f"{name}: `image_processor_type` {kind!r} is not supported")
+    raise ValueError(f"{name}: `image_processor_type` {kind!r} is not supported: {TEXT_ALONE}")
 
 
 def _read(directory: Path) -> tuple[str, dict[str, Any]]:
@@ -199,7 +200,7 @@ def _read(directory: Path) -> tuple[str, dict[str, Any]]:
     if not has_file(directory / PLAIN):
         raise ValueError(
             f"{directory} has no {PLAIN}, which says how images are resized: download the "
-            "checkpoint again, or pass language_model_only=True for text alone"
+            f"checkpoint again, or {TEXT_ALONE}"
         )
     return PLAIN, read_json(directory / PLAIN)
 
@@ -289,4 +290,4 @@ def _resample(name: str, raw: Mapping[str, Any], default: int) -> str:
 
 
 def _unsupported(name: str, key: str, value: Any, rule: Any) -> ValueError:
-    return ValueError(f"{name}: `{key}` must be {rule!r}, got {value!r}: nothing else is supported")
+    return ValueError(f"{name}: `{key}` must be {rule!r}, got {value!r}: {TEXT_ALONE}")

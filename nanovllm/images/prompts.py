@@ -31,11 +31,13 @@ class ImageTokens(NamedTuple):
         token_id: token that stands for a part of an image.
         text: placeholder of an image in a text.
         expanded: text that takes its place before it is tokenised, with the token once; "": none.
+        text_of_id: text of the token, where it is another than the placeholder.
     """
 
     token_id: int
     text: str
     expanded: str = ""
+    text_of_id: str = ""
 
 
 class NoImages:
@@ -52,15 +54,17 @@ class NoImages:
         """No images. ValueError if there are some, see `ImagePrompts.open`."""
         if images_of(data, name):
             self.refuse(name)
-        read_limits(limits, f'{name}["{SIZED}"]')
+        where = f'{name}["{SIZED}"]'
+        if read_limits(limits, where):
+            raise ValueError(f"`{where}` has no effect: {self._reason}")
         return []
 
     def refuse(self, name: str) -> NoReturn:
-        """ValueError: `name` has images."""
+        """Raise ValueError: no images may stand in `name`."""
         raise ValueError(f"`{name}` must have no images: {self._reason}")
 
     def find(self, given: Any, name: str) -> NoReturn:
-        """ValueError: a message has an image."""
+        """Raise ValueError: no images may stand in a message."""
         self.refuse(name)
 
     def in_text(self, text: str) -> str:
@@ -193,7 +197,8 @@ class ImagePrompts:
 
     def _mismatch(self, found: int, counts: list[int], name: str) -> str:
         needed, images = len(counts), f"{len(counts)} image{'s' * (len(counts) != 1)}"
-        said = f"`{name}` must have a placeholder {self.tokens.text} for each image"
+        in_ids = f" ({self.tokens.text_of_id} in token ids)" * bool(self.tokens.text_of_id)
+        said = f"`{name}` must have a placeholder {self.tokens.text}{in_ids} for each image"
         if not needed:
             return f"{said}, got {found} without images: pass them in multi_modal_data"
         if found > needed and sum(counts) != found:

@@ -215,7 +215,8 @@ class Intake:
                 raise ValueError(
                     f"`{name}` is text, but the model directory has no tokenizer: pass token ids"
                 )
-            token_ids = encode(self._tokenizer, self._images.in_text(text), name)
+            tokenised = self._images.in_text(text) if images else text
+            token_ids = encode(self._tokenizer, tokenised, name)
         items = listed(token_ids)
         if items is None:
             raise TypeError(

@@ -165,11 +165,11 @@ class EncoderCache:
     def _reserve(self, image: Image) -> Stored:
         """Rows for an image, those of the least recently used ones if too few are free."""
         count = image.num_tokens
-        for key in [key for key, stored in self._stored.items() if not stored.num_holders]:
-            if len(self._free_rows) >= count:
-                break
+        while len(self._free_rows) < count:
+            unheld = (key for key, stored in self._stored.items() if not stored.num_holders)
+            key = next(unheld, None)
+            assert key is not None, "`reach` has promised room"
             self._free_rows += self._stored.pop(key).rows.tolist()
-        assert len(self._free_rows) >= count, "`reach` has promised room"
         rows = self._free_rows[-count:]
         del self._free_rows[-count:]
         self._budget -= count

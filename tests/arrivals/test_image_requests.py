@@ -92,6 +92,11 @@ def test_gemma_3(tmp_path: Path) -> None:
         ids, _ = expected(path, *prompts[0])
         given = [{"prompt_token_ids": ids, "multi_modal_data": {"image": A}}]
         outputs += llm.generate(given, GREEDY, use_tqdm=False)
+        [plain] = llm.generate([f"a{start}b"], GREEDY, use_tqdm=False)
+        assert plain.prompt_token_ids == llm.get_tokenizer().encode(f"a{start}b"), "as in a chat"
+        given = [{"prompt_token_ids": [1], "multi_modal_data": {"image": A}}]
+        with pytest.raises(ValueError, match=r"\(<\|image_pad\|> in token ids\) for each image"):
+            llm.generate(given, GREEDY, use_tqdm=False)
     for output, prompt in zip(outputs, [*prompts, prompts[0]], strict=True):
         assert found(output) == expected(path, *prompt)
 
@@ -412,6 +417,12 @@ def test_a_model_that_does_not_see(path: Path, checkpoint: Path, tmp_path: Path)
         pytest.raises(ValueError, match="must have no images: Qwen3ForCausalLM does not see"),
     ):
         llm.generate([prompt], GREEDY, use_tqdm=False)
+    limits = {"prompt_token_ids": [1], "mm_processor_kwargs": {"max_pixels": 4096}}
+    with (
+        LLM(checkpoint, **SMALL) as llm,
+        pytest.raises(ValueError, match="has no effect: Qwen3ForCausalLM does not see"),
+    ):
+        llm.generate([limits], GREEDY, use_tqdm=False)
     lacking = shutil.copytree(path, tmp_path / "lacking")
     for name in ("preprocessor_config.json", "processor_config.json"):
         (lacking / name).unlink(missing_ok=True)

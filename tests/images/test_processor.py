@@ -94,7 +94,10 @@ def test_a_fixed_size_has_no_limits(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"image_processor_type": "CLIPImageProcessor"}, "'CLIPImageProcessor' is not supported"),
+        (
+            {"image_processor_type": "CLIPImageProcessor"},
+            "'CLIPImageProcessor' is not supported: pass language_model_only=True for text",
+        ),
         ({"do_resize": False}, "`do_resize` must be True, got False"),
         ({"do_pan_and_scan": True}, "`do_pan_and_scan` must be False, got True"),
         ({"rescale_factor": 1}, "`rescale_factor` must be"),
