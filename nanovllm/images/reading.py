@@ -38,6 +38,11 @@ BROKEN = (
     IndexError,
     KeyError,
 )
+# What Pillow reads by itself; for EPS and WMF it starts other programs or asks the system.
+FORMATS = (
+    *("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000"),
+    *("ICO", "PPM", "TGA"),
+)
 _LOCKS = [threading.Lock() for _ in range(64)]  # each for some images, by chance
 
 
@@ -186,14 +191,18 @@ def _opened(file: Any, name: str, what: str) -> Iterator[Any]:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(file) as image:
+        Image.init()  # all plugins: at first it knows the five most frequent formats
+        formats = [each for each in FORMATS if each in Image.OPEN]
+        with Image.open(file, formats=formats) as image:
             yield image
     except Image.DecompressionBombError:
         raise ValueError(
             f"`{name}` must have at most {MAX_PIXELS} pixels, got {what} with more: scale it down"
         ) from None
     except UnidentifiedImageError:
-        raise ValueError(f"`{name}` must be a picture that Pillow can read, got {what}") from None
+        raise ValueError(
+            f"`{name}` must be a picture that Pillow can read, of {', '.join(FORMATS)}, got {what}"
+        ) from None
     except RefusedError:
         raise
     except BROKEN as error:

@@ -165,6 +165,7 @@ def save(path, image, **options):
 REFUSED = {
     "empty": lambda at: (at.write_bytes(b"") and at) or at,
     "text": lambda at: at.write_text("no picture") and at,
+    "script": lambda at: save(at.with_suffix(".eps"), Pillow.new("RGB", (9, 9))),
     "missing": lambda at: at,
     "folder": lambda at: at.mkdir() or at,
     "null": lambda at: "a\0b",
@@ -183,7 +184,8 @@ REFUSED = {
 }
 MESSAGES = {
     "empty": "`image` must be a picture, got '.*', which is empty",
-    "text": "`image` must be a picture that Pillow can read, got '",
+    "text": "`image` must be a picture that Pillow can read, of JPEG, PNG, .*, got '",
+    "script": "`image` must be a picture that Pillow can read, of JPEG, PNG, .*, got '",
     "missing": "`image` cannot be read: '.*': No such file",
     "folder": "`image` must be a file",
     "null": "`image` cannot be read: .*null",
