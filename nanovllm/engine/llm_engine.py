@@ -22,7 +22,7 @@ from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.assembly import AnyExecutor, Entrance, Parts, assemble, make_entrance
 from nanovllm.engine.executor import Executor
-from nanovllm.models.loader import as_stored, check_adapters, with_what_it_needs_to_see
+from nanovllm.models.loader import as_stored, check_adapters, without_unusable_vision
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
 from nanovllm.requests.intake import OnError
@@ -77,7 +77,7 @@ class LLMEngine:
         self.model_config = ModelConfig.from_pretrained(
             self.config.model, language_model_only=config.language_model_only
         )
-        self.model_config = with_what_it_needs_to_see(
+        self.model_config = without_unusable_vision(
             self.model_config, Path(directory), has_weights=weights
         )
         if weights:

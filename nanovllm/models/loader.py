@@ -135,7 +135,7 @@ def shards_of_all(model: nn.Module) -> dict[str, Shard]:
     return found
 
 
-def with_what_it_needs_to_see(
+def without_unusable_vision(
     config: ModelConfig, directory: Path, *, has_weights: bool
 ) -> ModelConfig:
     """The facts of a checkpoint, as of a model of text if it lacks its vision tower or its image
