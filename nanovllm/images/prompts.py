@@ -44,6 +44,8 @@ class NoImages:
         reason: reason why, with the remedy.
     """
 
+    fetches = False
+
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
@@ -58,7 +60,7 @@ class NoImages:
         """ValueError: `name` has images."""
         raise ValueError(f"`{name}` must have no images: {self._reason}")
 
-    def find(self, given: Any, name: str) -> NoReturn:
+    def find(self, given: Any, name: str, count: int) -> NoReturn:
         """ValueError: a message has an image."""
         self.refuse(name)
 
@@ -82,6 +84,9 @@ class ImagePrompts:
         most: largest number of images in a prompt.
         most_tokens: largest number of tokens of an image.
         media: images that messages may name.
+
+    Attributes:
+        fetches: whether `find` may wait for a host.
     """
 
     def __init__(
@@ -94,9 +99,16 @@ class ImagePrompts:
     ) -> None:
         self.processor, self.tokens, self._media = processor, tokens, media
         self._most, self._most_tokens = most, most_tokens
+        self.fetches = media.fetches
 
-    def find(self, given: Any, name: str) -> Any:
-        """The image in a message; for strings see `Media.find`."""
+    def find(self, given: Any, name: str, count: int) -> Any:
+        """The image in a message, the `count`-th of its conversation; for strings see `Media.find`.
+
+        Raises:
+            ValueError: if it must not be read, or is one too many, which is not fetched.
+        """
+        if count > self._most:
+            raise ValueError(f"`{name}` must be one of at most {self._most} images ({LIMIT})")
         if isinstance(given, Mapping) and given.get("bytes") is None:
             given = given.get("path", given)
         return self._media.find(given, name) if isinstance(given, str) else given

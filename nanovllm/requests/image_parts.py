@@ -55,7 +55,7 @@ class ImageParts:
             if part.get(key) is not None:
                 where = f'{name}["{key}"]'
                 given = _url(part[key], where) if key == "image_url" else part[key]
-                self.found.append(self._images.find(given, where))
+                self.found.append(self._images.find(given, where, len(self.found) + 1))
                 return True
         if not self._beside:
             keys = " or ".join(f"`{key}`" for key in TYPES[kind])

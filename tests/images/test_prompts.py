@@ -105,8 +105,8 @@ def test_files_that_messages_may_name(tmp_path):
     for path in (other / "x.png", allowed / "link.png", allowed / ".." / "b" / "x.png"):
         with pytest.raises(ValueError, match="`url` must be a file below `allowed_local_media_pa"):
             media.find(path.as_uri() if path.is_symlink() else str(path), "url")
-    for kind in ("http", "https", "ftp", "s3"):
-        with pytest.raises(ValueError, match="nothing is fetched from the network, so download"):
+    for kind, remedy in (("http", "unless LLM"), ("ftp", "download it"), ("s3", "download it")):
+        with pytest.raises(ValueError, match=f"^`url` must be a data URL.*: .*{remedy}"):
             media.find(f"{kind}://example.org/x.png", "url")
     with pytest.raises(ValueError, match="pass allowed_local_media_path to LLM"):
         Media("").find((allowed / "x.png").as_uri(), "url")
