@@ -151,7 +151,9 @@ def test_a_slow_host_has_a_time_for_everything(host, monkeypatch, begin):
 
     def drip(handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(begin.encode())
-        while not host.gate.wait(0.01):
+        for _ in range(500):  # not for ever, or the test would not fail but hang
+            if host.gate.wait(0.01):
+                return
             handler.wfile.write(b"a")
 
     host.pages["/drip"] = drip
