@@ -1,7 +1,7 @@
 """Caption the pictures of a folder. The same command again goes on where it was interrupted.
 
     python scripts/make_tiny_vision.py        # a tiny model that sees, and a folder of pictures
-    python examples/captions.py --model tiny-vision --folder pictures
+    python examples/captions.py --model tiny-vision --folder tiny-pictures
 
 A file that is no picture has an error in the place of a caption.
 """

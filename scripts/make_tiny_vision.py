@@ -1,14 +1,14 @@
 """Make a tiny Qwen3-VL with random weights, and a folder of pictures, to try images with:
 
-    python scripts/make_tiny_vision.py        # tiny-vision and pictures, in the working directory
+    python scripts/make_tiny_vision.py   # tiny-vision and tiny-pictures, in the working directory
 
 Its answers mean nothing. It has the tokenizer of the package's small checkpoint, a byte a token.
-Needs Pillow.
+Folders that exist are left alone. Needs Pillow.
 """
 
 import argparse
+import importlib.util
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,18 @@ def make_pictures(directory: Path, count: int = 12) -> None:
 
 
 def main() -> None:
-    """Make both, in the place of earlier ones."""
+    """Make both, in new folders."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="tiny-vision", help="(tiny-vision)")
-    parser.add_argument("--pictures", default="pictures", help="(pictures)")
+    parser.add_argument("--pictures", default="tiny-pictures", help="(tiny-pictures)")
     args = parser.parse_args()
-    for name, make in ((args.model, make_model), (args.pictures, make_pictures)):
-        shutil.rmtree(name, ignore_errors=True)
+    if importlib.util.find_spec("PIL") is None:
+        parser.exit(1, 'this script needs Pillow: pip install "pillow>=10"\n')
+    wanted = {"--model": (args.model, make_model), "--pictures": (args.pictures, make_pictures)}
+    for option, (name, _) in wanted.items():
+        if Path(name).exists():
+            parser.exit(1, f"{name} is there already: remove it, or name another by {option}\n")
+    for name, make in wanted.values():
         Path(name).mkdir(parents=True)
         make(Path(name))
 

@@ -134,10 +134,9 @@ class WaitingCore(Core[Any]):
 
     def _admit(self) -> None:
         """Queue what is ready."""
-        if not self._waiting:
+        if not self._waiting and not self._preparation.is_running:
             return
-        is_idle = not self._core.requests
-        for ready in self._preparation.take_ready(is_idle):
+        for ready in self._preparation.take_ready():
             request = self._waiting.pop(ready.request_id)
             if ready.error is None:
                 checked = request.checked._replace(images=ready.images, pictures=())
@@ -171,7 +170,7 @@ class WaitingCore(Core[Any]):
         if ended != self._ended:
             self._ended = ended
             self._preparation.release(
-                [i for i in self._preparation.requests if i not in self.requests]
+                [i for i in self._preparation.admitted if i not in self._core.requests]
             )
 
     def is_idle(self) -> bool:
@@ -235,6 +234,7 @@ class WaitingCore(Core[Any]):
     def describe(self) -> dict[str, Any]:
         """Counters and times, for `LLMEngine.metrics`."""
         self._drop_left()
+        self._preparation.book()
         counts = self._preparation.counts
         return {
             **self._core.describe(),

@@ -21,6 +21,7 @@ from nanovllm.batch.openai_batch import read_request
 from nanovllm.batch.params import parameter_like
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import PARAMETERS, Ask, Row, as_rows, read_ask
+from nanovllm.images.picture import NoPillowError
 from nanovllm.images.prompts import ImagePrompts, NoImages
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.chat import ChatRenderer
@@ -88,6 +89,7 @@ def run(
     Raises:
         TypeError, ValueError: for wrong arguments.
         RuntimeError: if the engine is closed, busy with other requests, or fails.
+        ImportError: if a row has images and Pillow is missing; it has no result then.
     """
     if not llm.is_finished():
         raise RuntimeError("run() needs an engine without other requests: finish them")
@@ -202,6 +204,8 @@ class _Job:
             else:
                 prompt = self._threads.submit(_render, self.renderer(ask.chat), ask)
                 self._rendering[prompt] = row, ask.params
+        except NoPillowError:
+            raise  # every row with images would fail, and count as finished
         except MISTAKES as error:
             return Result(row, error=str(error))
         return None
@@ -212,6 +216,8 @@ class _Job:
             row, params = self._rendering.pop(prompt)
             try:
                 self._queue(prompt.result(), row, params)
+            except NoPillowError:
+                raise
             except MISTAKES as error:
                 yield Result(row, error=str(error))
 

@@ -184,7 +184,7 @@ def read_ask(
     params = read_params(values, default, seed)
     prompt, token_ids = values.get("prompt"), values.get("prompt_token_ids")
     messages = values.get("messages")
-    data, limits = (values.get(name) for name in IMAGE_FIELDS)
+    data, limits = values.get(IMAGE_FIELDS[0]), _limits(values.get(IMAGE_FIELDS[1]))
     if messages is not None:
         if prompt is not None or token_ids is not None:
             raise ValueError("a row must have either `messages` or a prompt, got both")
@@ -208,8 +208,17 @@ def read_ask(
         content = parts if images else prompt
         message = {"role": "user", "content": content}
         return Ask(params, messages=[message], images=images, limits=limits)
-    prompt = whole(prompt) if isinstance(prompt, list) else prompt
+    if isinstance(prompt, list):
+        prompt = whole(prompt)
+        return Ask(params, {"prompt_token_ids": prompt, **more} if more else prompt)
     return Ask(params, {"prompt": prompt, **more} if more else prompt)
+
+
+def _limits(given: Any) -> Any:
+    """`mm_processor_kwargs` of a row, in which integers may be written as 8.0."""
+    if not isinstance(given, Mapping):
+        return given
+    return {key: _limits(value) if key == "size" else whole(value) for key, value in given.items()}
 
 
 def read_messages(messages: Any) -> Any:

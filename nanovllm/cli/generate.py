@@ -45,6 +45,7 @@ from nanovllm.cli.options import (
     sampling_options,
 )
 from nanovllm.config import Config, our_options
+from nanovllm.images.picture import NoPillowError
 from nanovllm.sampling_params import SamplingParams
 
 ANSWERED, SOME_ERRORS, ENGINE_FAILED, FILE_FAILED = 0, 1, 3, 4
@@ -240,7 +241,7 @@ def _answer(call: _Call, report: Report) -> int:
 
     Raises:
         OSError: if a result cannot be written.
-        ValueError: for a row that has changed since its result.
+        ValueError: for a row that has changed since its result, or images without Pillow.
     """
     _look_for_changes(call)
     left = call.sink.unfinished(call.rows)
@@ -282,6 +283,8 @@ def _answer(call: _Call, report: Report) -> int:
                 report.add(result)
         except _FileError as failure:
             raise failure.error from None
+        except NoPillowError as error:
+            raise ValueError(str(error)) from None
         except Exception:
             traceback.print_exc()
             return ENGINE_FAILED

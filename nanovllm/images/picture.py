@@ -5,15 +5,23 @@ Imports no numpy: command lines show their help without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import os
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 READING = 8  # bytes for a pixel of a picture that is read
+
+
+class NoPillowError(ImportError):
+    """Pillow is missing, which all images need: an error of the installation, of no single row."""
+
+    def __init__(self) -> None:
+        super().__init__('images need Pillow: pip install "pillow>=10"', name="PIL")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,3 +76,31 @@ class PlacedPicture(NamedTuple):
 
     offset: int
     sized: SizedPicture
+
+
+def unwrap(given: Mapping[str, Any], name: str) -> tuple[Any, str]:
+    """The bytes or the path in a dictionary of Hugging Face's datasets, and its name in errors.
+
+    Only these two kinds come out, so what stands for an image is looked at once.
+
+    Args:
+        given: dictionary with `bytes`, which have priority, or `path`.
+        name: name of the dictionary in errors.
+
+    Raises:
+        TypeError, ValueError: if it has neither, or something else in their place.
+    """
+    data, path = given.get("bytes"), given.get("path")
+    if data is not None:
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(
+                f'`{name}["bytes"]` must be the bytes of a file, got {type(data).__name__}'
+            )
+        return data, f'{name}["bytes"]'
+    if path is None:
+        raise ValueError(
+            f"`{name}` must have `bytes` or `path`, got the keys {sorted(map(str, given))}"
+        )
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f'`{name}["path"]` must be a path, got {type(path).__name__}')
+    return path, f'{name}["path"]'

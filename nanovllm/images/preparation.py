@@ -94,7 +94,8 @@ class Preparation:
 
     Pictures are prepared in the order of the requests, each once for all requests that have it. The
     memory of those being prepared, of the images of waiting requests and of those that the engine
-    has is bounded; one request that needs more gets it when nothing else is there.
+    has is bounded; beyond the bound the oldest request goes on while no other one can end and give
+    memory back.
 
     Args:
         processor: processor of the model.
@@ -105,6 +106,7 @@ class Preparation:
         counts: counters.
         held_bytes: memory that is counted now.
         note: function that is called with each picture that has been prepared.
+        admitted: requests that have been taken as ready, and not released.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Preparation:
         self._requests: dict[int, tuple[PlacedPicture, ...]] = {}
         self._missing: dict[int, int] = {}  # pictures that a waiting request lacks
         self._ready: deque[int] = deque()
+        self.admitted: set[int] = set()
 
     def add(self, request_id: int, pictures: tuple[PlacedPicture, ...]) -> None:
         """Have the pictures of a request prepared."""
@@ -137,26 +140,27 @@ class Preparation:
             self._ready.append(request_id)
         self._start()
 
-    def take_ready(self, is_idle: bool) -> list[Ready]:
+    def take_ready(self) -> list[Ready]:
         """The requests whose images have become ready, in this order. Their memory counts until
         `release`.
-
-        Args:
-            is_idle: whether the engine has no other request, so that none will release memory.
         """
-        self._has_done.clear()
-        while not self._done.empty():
-            self._book(*self._done.get())
-        if is_idle and not self._ready and not self._num_running:
-            self._start(even_beyond=True)
-        else:
-            self._start()
+        self.book()
+        # Text alone gives no memory back, so it does not count as somebody to wait for.
+        is_stuck = not (self.admitted or self._ready or self._num_running)
+        self._start(even_beyond=is_stuck)
         ready = []
         while self._ready:
             request_id = self._ready.popleft()
             if self._missing.pop(request_id, None) is not None:
+                self.admitted.add(request_id)
                 ready.append(self._images(request_id))
         return ready
+
+    def book(self) -> None:
+        """Count what the threads have done."""
+        self._has_done.clear()
+        while not self._done.empty():
+            self._book(*self._done.get())
 
     def wait(self, seconds: float) -> None:
         """Wait until a picture has been prepared, or this time has passed. Ctrl-C may come here:
@@ -169,6 +173,7 @@ class Preparation:
         """Forget requests, ready or not: they have ended. Unknown ones are passed over."""
         for request_id in request_ids:
             self._missing.pop(request_id, None)
+            self.admitted.discard(request_id)
             for placed in self._requests.pop(request_id, ()):
                 job = self._jobs.get(_key(placed.sized))
                 if job is None:
@@ -178,6 +183,8 @@ class Preparation:
                     del self._jobs[_key(placed.sized)]
                     if not job.is_running:
                         self._hold(job, 0)
+        while self._queue and not self._queue[0].users:
+            self._queue.popleft()  # with what the caller passed
 
     def close(self) -> None:
         """End the threads, and forget everything. May be called again, and used again then."""
@@ -186,8 +193,9 @@ class Preparation:
             threads.shutdown(cancel_futures=True)
         while not self._done.empty():
             self._done.get()
-        for books in (self._jobs, self._queue, self._requests, self._missing, self._ready):
-            books.clear()
+        books = self._jobs, self._queue, self._requests, self._missing, self._ready, self.admitted
+        for book in books:
+            book.clear()
         self._num_running = self.held_bytes = 0
 
     @property
@@ -196,9 +204,9 @@ class Preparation:
         return sum(job.prepared is None for job in self._jobs.values())
 
     @property
-    def requests(self) -> Iterable[int]:
-        """The requests that have images here, waiting or not."""
-        return self._requests
+    def is_running(self) -> bool:
+        """Whether threads have pictures, also those that nobody wants any more."""
+        return self._num_running > 0
 
     # -- the books ------------------------------------------------------------------------------
 

@@ -4,10 +4,11 @@ A prompt has one placeholder for each image, as chat templates write them; it is
 image's number of tokens, which its size alone tells. Imports no torch.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from nanovllm.images.picture import PlacedPicture, SizedPicture
+from nanovllm.images.picture import PlacedPicture, SizedPicture, unwrap
 from nanovllm.images.processor import ImageProcessor, read_limits
 from nanovllm.images.urls import Media
 from nanovllm.utils.checks import check_int
@@ -102,15 +103,17 @@ class ImagePrompts:
         self.fetches = media.fetches
 
     def find(self, given: Any, name: str, count: int) -> Any:
-        """The image in a message, the `count`-th of its conversation; for strings see `Media.find`.
+        """The image in a message, the `count`-th of its conversation. Strings name what
+        `Media.find` allows, also as the `path` of a dictionary.
 
         Raises:
-            ValueError: if it must not be read, or is one too many, which is not fetched.
+            TypeError, ValueError: if it must not be read, or is one too many, which is not fetched.
         """
         if count > self._most:
             raise ValueError(f"`{name}` must be one of at most {self._most} images ({LIMIT})")
-        if isinstance(given, Mapping) and given.get("bytes") is None:
-            given = given.get("path", given)
+        if isinstance(given, Mapping):
+            given, name = unwrap(given, name)
+            given = os.fspath(given) if isinstance(given, os.PathLike) else given
         return self._media.find(given, name) if isinstance(given, str) else given
 
     def open(self, data: Any, limits: Any, name: str) -> list[SizedPicture]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.images.picture import Picture
+from nanovllm.images.picture import NoPillowError, Picture, unwrap
 from nanovllm.images.urls import data_of_url, path_of_url, scheme, short
 
 MAX_PIXELS = 178_956_970  # of a picture: Pillow's own bound, twice its MAX_IMAGE_PIXELS
@@ -39,7 +39,6 @@ BROKEN = (
     KeyError,
 )
 _LOCKS = [threading.Lock() for _ in range(64)]  # each for some images, by chance
-NO_PILLOW = 'images need Pillow: pip install "nanovllm[vision]"'
 
 
 class RefusedError(ValueError):
@@ -70,14 +69,14 @@ def open_picture(given: Any, name: str) -> Picture:
     Raises:
         TypeError: for anything else.
         ValueError: if it is no picture, or none that can be read.
-        ImportError: if Pillow is missing.
+        NoPillowError: if Pillow is missing.
     """
     try:
         from PIL import Image
     except ImportError:
-        raise ImportError(NO_PILLOW) from None
-    if isinstance(given, Mapping) and {"bytes", "path"} & {*given}:  # of Hugging Face's datasets
-        given = given.get("path") if given.get("bytes") is None else given["bytes"]
+        raise NoPillowError from None
+    if isinstance(given, Mapping):
+        given, name = unwrap(given, name)
     if isinstance(given, Image.Image):
         return _pillow(given, name)
     if isinstance(given, (bytes, bytearray, memoryview)):

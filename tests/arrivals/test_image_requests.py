@@ -19,7 +19,7 @@ from PIL import Image as Pillow
 from seeing import GREEDY, PICTURE, make_seeing, make_seeing_gemma3, photo, reference
 
 from checkpoints import SMALL, assert_idle
-from nanovllm import LLM, AsyncLLM
+from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.report.reading import read_trace
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "max_num_batched_tokens": 256}
@@ -213,6 +213,46 @@ def test_others_pass_a_request_that_waits(
     assert found(finished[1]) == expected(path, f"a{PICTURE}b", [A])
 
 
+def test_texts_do_not_keep_a_large_request_waiting(
+    seeing: LLM, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own images take up all memory: it gets the next ones though the engine is not idle."""
+    preparation = seeing.core._preparation
+    monkeypatch.setattr(preparation, "_max_bytes", 1)
+    text, images = f"{PICTURE}{PICTURE}{PICTURE}", [A, B, photo(90, 64, 4)]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    long = seeing.add_request("text", params)
+    seeing.add_request({"prompt": text, "multi_modal_data": {"image": images}}, GREEDY)
+    seeing.add_request({"prompt": PICTURE, "multi_modal_data": {"image": LARGE}}, GREEDY)
+    finished: list[Any] = []
+    for _ in range(40):
+        finished += seeing.step()
+        preparation.wait(60)
+    assert [found(output)[0] for output in finished] == [
+        *(expected(path, *each)[0] for each in ((text, images), (PICTURE, [LARGE]))),
+    ]
+    assert seeing.abort(long)
+
+
+def test_abort_while_it_is_read(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for images any more, and the memory of this one is given back all the same."""
+    for steps in (False, True):
+        with monkeypatch.context() as patch:
+            gate = Gate(A, patch)
+            prompt = {"prompt": PICTURE, "multi_modal_data": {"image": gate.array}}
+            waits = seeing.add_request(prompt, GREEDY)
+            assert gate.begun.wait(60) and seeing.metrics()["image_bytes"]
+            assert seeing.abort(waits)
+            gate.open.set()
+            preparation = seeing.core._preparation
+            while preparation._done.empty():
+                preparation.wait(60)
+            if steps:
+                seeing.step()
+                assert not preparation.is_running
+            assert seeing.metrics()["image_bytes"] == 0
+
+
 def test_abort_while_it_waits(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(A, monkeypatch)
     prompt = {"prompt": PICTURE, "multi_modal_data": {"image": gate.array}}
@@ -395,7 +435,7 @@ def test_a_model_that_does_not_see(path: Path, checkpoint: Path, tmp_path: Path)
 def test_without_pillow(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     prompt = {"prompt": PICTURE, "multi_modal_data": {"image": b"x"}}
-    with pytest.raises(ImportError, match=r'images need Pillow: pip install "nanovllm\[vision\]"'):
+    with pytest.raises(ImportError, match='images need Pillow: pip install "pillow>=10"'):
         seeing.generate([prompt], GREEDY, use_tqdm=False)
     assert seeing.generate(["text"], GREEDY, use_tqdm=False)[0].error is None
 

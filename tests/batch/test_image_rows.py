@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from seeing import GREEDY, PICTURE, make_seeing, photo
 from checkpoints import SMALL
 from nanovllm import LLM
 from nanovllm.batch import Generate, ResumableSink, read_rows, run
+from nanovllm.batch.rows import as_rows
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "max_num_batched_tokens": 256}
 A, B = photo(100, 70, 1), photo(64, 96, 2)
@@ -114,6 +116,48 @@ def test_rows_of_a_file(llm: LLM, folder: Path, tmp_path: Path, texts: dict[str,
     assert '{"type": "image"} for each image beside it, got 1 images more' in lines[6]["error"]
     with ResumableSink(out) as sink:
         assert not list(sink.unfinished(read_rows(file))), "all are finished"
+
+
+def test_token_ids_with_images(llm: LLM, folder: Path, texts: dict[str, str]) -> None:
+    """In either field; integers may be written as 8.0, also in limits."""
+    ids = llm.get_tokenizer().encode(f"{PICTURE}what?")
+    image = {"multi_modal_data": {"image": str(folder / "a.png")}}
+    few = {"max_pixels": 2048.0, "min_pixels": None, "size": None}
+    rows: list[dict[str, Any]] = [
+        {"prompt": list(map(float, ids)), **image},
+        {"prompt_token_ids": ids, **image},
+        {"prompt": f"{PICTURE}what?", **image, "mm_processor_kwargs": few},
+        {"prompt": ids, **image, "mm_processor_kwargs": {"size": {"longest_edge": 2048.0}}},
+    ]
+    results = list(run(llm, rows, GREEDY, ordered=True))
+    assert [result.error for result in results] == [None] * 4
+    outputs = [result.output for result in results if result.output is not None]
+    said = [output.outputs[0].text for output in outputs]
+    assert said[:2] == [texts["plain a"]] * 2
+    counts = [len(output.prompt_token_ids) for output in outputs]
+    assert counts[0] == counts[1] > counts[2] == counts[3] == len(ids)
+
+
+def test_without_pillow_no_row_counts_as_finished(
+    llm: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is installed, the same job answers them."""
+    image = {"image": str(folder / "a.png")}
+    rows = [{"prompt": f"{PICTURE}{i}", "multi_modal_data": image} for i in range(3)]
+    out = tmp_path / "out.jsonl"
+    for is_there in (False, True):
+        with ResumableSink(out) as sink, monkeypatch.context() as patch:
+            if not is_there:
+                patch.setitem(sys.modules, "PIL", None)
+            results = run(llm, sink.unfinished(as_rows(rows)), GREEDY)
+            if not is_there:
+                with pytest.raises(ImportError, match="images need Pillow: pip install"):
+                    next(results)
+                assert llm.is_finished()
+            for result in results:
+                sink.write(result)
+        lines = out.read_text().splitlines()
+        assert [json.loads(line)["error"] for line in lines] == [None] * 3 * is_there
 
 
 def test_prompts_as_messages_show_their_images_first(

@@ -126,6 +126,12 @@ def test_script_prints_what_its_page_says(name: str, tmp_path: Path, run: Runner
     CHECKS[name](tmp_path, printed, run)
 
 
+NO_PILLOW = (
+    "import importlib.util as u, runpy; find = u.find_spec; "
+    "u.find_spec = lambda name: None if name == 'PIL' else find(name)"
+)
+
+
 @pytest.mark.slow
 def test_pictures_have_captions(tmp_path: Path, run: Runner) -> None:
     """As the page says, from the script that makes a model; the torn one has an error."""
@@ -140,6 +146,25 @@ def test_pictures_have_captions(tmp_path: Path, run: Runner) -> None:
     (tmp_path / ".printed").unlink()
     again = run("captions", *args, directory=tmp_path)
     assert again == said.replace("13 of them new", "0 of them new")
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    """The script that makes pictures writes nothing then, nor without Pillow."""
+    pytest.importorskip("PIL")
+    own = tmp_path / "tiny-pictures" / "00.jpg"
+    own.parent.mkdir()
+    own.write_bytes(b"mine")
+    make = [sys.executable, str(ROOT / "scripts" / "make_tiny_vision.py")]
+    without = [sys.executable, "-c", f"{NO_PILLOW}; runpy.run_path({make[1]!r}, {{}}, '__main__')"]
+    for command, said in (
+        (make, "tiny-pictures is there already: remove it, or name another by --pictures\n"),
+        (without, 'this script needs Pillow: pip install "pillow>=10"\n'),
+    ):
+        ran = subprocess.run(
+            command, check=False, cwd=tmp_path, env=environment(), capture_output=True, text=True
+        )
+        assert ran.returncode == 1 and ran.stderr.endswith(said) and "Traceback" not in ran.stderr
+        assert own.read_bytes() == b"mine" and [*tmp_path.iterdir()] == [own.parent]
 
 
 @pytest.mark.slow

@@ -71,11 +71,11 @@ def placed(*pictures):
     return tuple(PlacedPicture(10 * i, each) for i, each in enumerate(pictures))
 
 
-def ready(preparation, count, is_idle=False):
+def ready(preparation, count):
     """The next requests that become ready."""
     found = []
     while len(found) < count:
-        found += preparation.take_ready(is_idle)
+        found += preparation.take_ready()
         if len(found) < count:
             preparation.wait(60)
     return found
@@ -85,7 +85,7 @@ def drain(preparation):
     """Wait until nothing is held. Nobody is told of anything."""
     while preparation.held_bytes:
         preparation.wait(60)
-        assert not preparation.take_ready(True)
+        assert not preparation.take_ready()
 
 
 def test_others_pass_a_request_that_waits(pictures, prepare):
@@ -100,7 +100,7 @@ def test_others_pass_a_request_that_waits(pictures, prepare):
     assert first.images[0].image.pixels[0, 0, 0] == len("fast")
     expected = Image.of(np.full((8, 8, 3), len("fast"), np.uint8), 4, 1)
     assert first.images[0].image.key == expected.key
-    assert preparation.num_images_waiting == 1 and not preparation.take_ready(False)
+    assert preparation.num_images_waiting == 1 and not preparation.take_ready()
     pictures.open("slow")
     [second] = ready(preparation, 1)
     assert second.request_id == 0
@@ -122,7 +122,7 @@ def test_an_image_of_several_requests_is_prepared_once(pictures, prepare):
     preparation.release([0, 1, 2])
     assert preparation.held_bytes == BYTES, "held for the last"
     preparation.release([3])
-    assert preparation.held_bytes == 0 and not [*preparation.requests]
+    assert preparation.held_bytes == 0 and not preparation.admitted
 
 
 def test_a_bad_image_is_the_error_of_its_requests(pictures, prepare):
@@ -151,7 +151,7 @@ def test_memory_is_bounded(pictures, prepare):
     pictures.open(*names)
     done, alive, most = [], [], 0
     while len(done) < 10:
-        if not (found := preparation.take_ready(False)):
+        if not (found := preparation.take_ready()):
             preparation.wait(60)
         most = max(most, preparation.held_bytes)
         assert len(pictures.begun) <= len(done) + len(found) + 2, "not all at once"
@@ -168,12 +168,12 @@ def test_one_request_may_need_more_than_there_is(pictures, prepare):
     names = ["a", "b", "c"]
     preparation.add(0, placed(*(pictures.make(name) for name in names)))
     pictures.open(*names)
-    assert ready(preparation, 1, is_idle=True)[0].error is None
+    assert ready(preparation, 1)[0].error is None
     assert preparation.held_bytes == 3 * BYTES
     # Another waits until this one has ended.
     preparation.add(1, placed(pictures.make("d")))
     pictures.open("d")
-    assert not preparation.take_ready(False) and "d" not in pictures.begun
+    assert not preparation.take_ready() and "d" not in pictures.begun
     preparation.release([0])
     assert ready(preparation, 1)[0].request_id == 1
 
@@ -188,10 +188,15 @@ def test_images_held_for_requests_that_wait_for_others_do_not_block(pictures, pr
     preparation.add(2, placed(pictures.make("a"), pictures.make("c")))
     preparation.add(3, placed(pictures.make("b"), pictures.make("d")))
     pictures.open(*"abcd")
-    found = ready(preparation, 2, is_idle=True)
-    preparation.release([0, 1])
-    found += ready(preparation, 2, is_idle=True)
-    assert sorted(each.request_id for each in found) == [0, 1, 2, 3]
+    found = ready(preparation, 1)
+    preparation.release([0])
+    found += ready(preparation, 1)
+    preparation.release([1])
+    assert preparation.held_bytes == 2 * BYTES
+    found += ready(preparation, 1)
+    preparation.release([2])
+    found += ready(preparation, 1)
+    assert [each.request_id for each in found] == [0, 1, 2, 3]
 
 
 def test_released_before_it_is_ready(pictures, prepare):
@@ -206,6 +211,21 @@ def test_released_before_it_is_ready(pictures, prepare):
     preparation.release([1])
     # The thread has "c", too, unless it saw that nobody wants it.
     drain(preparation)
+
+
+def test_released_while_it_is_read(pictures, prepare):
+    """Its memory is given back when the thread is done, and what waits behind it at once."""
+    preparation = prepare(num_threads=1)
+    for i, name in enumerate("abcdef"):
+        preparation.add(i, placed(pictures.make(name)))
+    pictures.has_begun("a")
+    preparation.release(range(6))
+    assert not preparation._queue and preparation.is_running and preparation.held_bytes
+    pictures.open(*"abcdef")
+    while preparation.is_running:
+        preparation.wait(60)
+        preparation.book()
+    assert preparation.held_bytes == 0
 
 
 def test_close_amid_the_work(pictures, prepare):

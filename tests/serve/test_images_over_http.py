@@ -86,6 +86,10 @@ def test_files_and_other_machines_are_refused(model: Path, tmp_path: Path) -> No
                 {"type": "image_url", "image_url": {"url": value}},
                 {"type": "image", "image": value},
                 {"type": "image", "image": {"path": value}},
+                {"type": "image", "image": {"bytes": value}},
+                {"type": "image", "image": {"path": {"path": value}}},
+                {"type": "image", "image": {"path": {"bytes": value}}},
+                {"type": "image", "image": {"bytes": {"path": value}}},
                 {"type": "input_image", "image_url": value},
             ):
                 messages = [{"role": "user", "content": [part]}]
