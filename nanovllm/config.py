@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from nanovllm.images.processor import read_limits
 from nanovllm.images.prompts import read_most_images
-from nanovllm.images.urls import read_folder
+from nanovllm.images.urls import read_domains, read_folder
 from nanovllm.sampling_params import LOGPROBS_MODES, SamplingParams, check_logprobs_mode
 from nanovllm.utils.checks import (
     check_bool,
@@ -78,7 +78,6 @@ FOREIGN_OPTIONS: Foreign = {
     "hf_overrides": (only(None, {}), "edit the checkpoint's config.json"),
     "hf_token": (only(None, False, True), "set HF_TOKEN in the environment"),
     "kv_transfer_config": (only(None), "leave it out: each engine computes its own prompts"),
-    "allowed_media_domains": (only(None, []), "nothing is fetched: download images"),
     "logits_processors": (only(None, []), "SamplingParams has logit_bias and structured_outputs"),
     "max_logprobs": (only(None, *range(21)), "the maximum is 20"),
     **dict.fromkeys(("max_cpu_loras", "max_lora_rank", "max_loras"), (is_number_or_none, NO_LORA)),
@@ -152,6 +151,7 @@ class Options(TypedDict, total=False):
     limit_mm_per_prompt: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None
     allowed_local_media_path: str
+    allowed_media_domains: Sequence[str] | None
     language_model_only: bool
     trace: bool | str | Path
 
@@ -227,6 +227,9 @@ class Config:
             the checkpoint's (docs/images.md).
         allowed_local_media_path: folder whose files the messages of `chat` may name as images; "":
             none.
+        allowed_media_domains: names of the hosts from which the messages of `chat` may name images
+            by URLs of http and https, at any port; they are fetched when a conversation is
+            rendered (docs/images.md). None or empty: nothing is fetched.
         language_model_only: leave out the part of the model that sees, and its memory: prompts have
             no images.
         trace: record the engine's work from its start to its end in this file, for viewers of
@@ -267,6 +270,7 @@ class Config:
     limit_mm_per_prompt: Mapping[str, Any] | None = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
     allowed_local_media_path: str = ""
+    allowed_media_domains: Sequence[str] | None = None
     language_model_only: bool = False
     trace: bool | str | Path = False
 
@@ -333,6 +337,8 @@ class Config:
         read_limits(self.mm_processor_kwargs, "mm_processor_kwargs")
         folder = read_folder(self.allowed_local_media_path)
         object.__setattr__(self, "allowed_local_media_path", folder)
+        domains = read_domains(self.allowed_media_domains)
+        object.__setattr__(self, "allowed_media_domains", domains or None)
 
     def _check_invariance(self) -> None:
         if self.batch_invariant and self.attention_backend == "flash_attn":

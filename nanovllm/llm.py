@@ -35,6 +35,7 @@ from nanovllm.requests.chat import ChatRenderer, Conversation, Tool, name_conver
 from nanovllm.requests.inputs import Params, Prompts, encode, listed, name_prompts
 from nanovllm.requests.intake import OnError
 from nanovllm.requests.news import News
+from nanovllm.requests.renderings import rendered_ahead
 from nanovllm.requests.request import CheckedRequest, Listener, Refusal
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.sizing.memory import available_cpu_memory
@@ -299,7 +300,11 @@ class LLM(Updatable, LLMEngine):
             chat_template_kwargs=chat_template_kwargs,
         )
         named = name_conversations(messages)
-        checked = self._intake.check_all(named, sampling_params, on_error, renderer.render)
+        if self.image_prompts.fetches:
+            with rendered_ahead(renderer.render, named) as render:
+                checked = self._intake.check_all(named, sampling_params, on_error, render)
+        else:
+            checked = self._intake.check_all(named, sampling_params, on_error, renderer.render)
         return self._complete(checked, use_tqdm)
 
     def beam_search(

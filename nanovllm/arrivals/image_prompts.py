@@ -1,5 +1,6 @@
 """The images of an engine's prompts, by its checkpoint and its options."""
 
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.checkpoint.families import FAMILIES
@@ -56,8 +57,17 @@ def make_image_prompts(
         _tokens(processor, vision, model_config.source, tokenizer),
         read_most_images(config.limit_mm_per_prompt),
         max(config.max_num_batched_tokens, processor.max_tokens),
-        Media(config.allowed_local_media_path),
+        Media(config.allowed_local_media_path, _fetch(config)),
     )
+
+
+def _fetch(config: Config) -> Callable[[str, str], bytes] | None:
+    """What fetches images; None: nothing does."""
+    if not config.allowed_media_domains:
+        return None
+    from nanovllm.images.fetching import Fetcher  # with ssl
+
+    return Fetcher(tuple(config.allowed_media_domains)).fetch
 
 
 def _tokens(

@@ -3,11 +3,14 @@
 Only a window of rows is in the engine, twice as many as it runs at once: memory does not grow with
 the input. Rows are read, rendered and tokenised between steps, while the device computes: a few at
 a time, so that it does not wait for them, and more while the engine has fewer than it can run.
+Where messages may name images of hosts, threads render them, and other rows pass meanwhile.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -17,11 +20,12 @@ from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.openai_batch import read_request
 from nanovllm.batch.params import parameter_like
 from nanovllm.batch.results import Result
-from nanovllm.batch.rows import PARAMETERS, Row, as_rows, read_ask
+from nanovllm.batch.rows import PARAMETERS, Ask, Row, as_rows, read_ask
 from nanovllm.images.picture import NoPillowError
 from nanovllm.images.prompts import ImagePrompts, NoImages
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.chat import ChatRenderer
+from nanovllm.requests.renderings import fetching_threads
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -31,6 +35,8 @@ Results: TypeAlias = Generator[Result, None, None]
 WAIT = 0.1  # seconds to wait for a row before `stop` is asked again
 MAX_HELD = 8  # windows of results that wait for an earlier one
 MAX_NAMES = 1000  # names of fields and parameters to remember
+# ImportError: the grammar of a row needs a missing package.
+MISTAKES = (TypeError, ValueError, ImportError, RecursionError)
 
 
 class Engine(Protocol):
@@ -118,6 +124,8 @@ class _Job:
         self._model = Path(llm.config.model).name
         self._most = llm.config.max_num_seqs * llm.config.data_parallel_size
         self._in_flight: dict[int, tuple[Row, SamplingParams]] = {}
+        self._threads: ThreadPoolExecutor | None = None  # in a job whose messages may name hosts
+        self._rendering: dict[Future[Any], tuple[Row, SamplingParams]] = {}
         self._order: deque[bytes] = deque()  # keys of rows whose result has not been yielded
         self._ramp = BETWEEN_STEPS  # so that the first steps do not wait for all rows that can run
         self._is_end = False
@@ -136,24 +144,31 @@ class _Job:
 
     def _finished(self) -> Results:
         """The results as they are finished."""
-        try:
+        with ExitStack() as stack:
+            if self._llm.image_prompts.fetches:
+                self._threads = stack.enter_context(fetching_threads())
+            stack.callback(self._abort)
             while not self._stop():
                 yield from self._feed()
+                yield from self._queue_rendered()
                 if self._in_flight:
                     for output in self._llm.step():
                         row, params = self._in_flight.pop(output.request_id)
                         answer = output if output.error is None else None
                         yield Result(row, answer, output.error, params, self._model)
+                elif self._rendering:
+                    wait(self._rendering, WAIT, FIRST_COMPLETED)
                 elif self._is_end:
                     return
-        finally:
-            if not self._llm.is_closed:
-                self._llm.abort_all()
+
+    def _abort(self) -> None:
+        if not self._llm.is_closed:
+            self._llm.abort_all()
 
     def _feed(self) -> Results:
         """Read rows and queue them. Yields the results of refused rows."""
         self._ramp = min(2 * self._ramp, self._most)
-        missing = self._most - len(self._in_flight)
+        missing = self._most - len(self._in_flight) - len(self._rendering)
         for _ in range(max(BETWEEN_STEPS, min(missing, self._ramp))):
             if not self._has_room():
                 return
@@ -168,7 +183,7 @@ class _Job:
 
     def _has_room(self) -> bool:
         """Whether there is room for another row, and perhaps a row."""
-        count, window = len(self._in_flight), 2 * self._most
+        count, window = len(self._in_flight) + len(self._rendering), 2 * self._most
         if self._is_end or count >= window:
             return False
         if count and len(self._order) >= MAX_HELD * window:
@@ -177,33 +192,46 @@ class _Job:
         return not isinstance(rows, Ahead) or rows.wait(0 if count else WAIT)
 
     def _add(self, row: Row) -> Result | None:
-        """Queue a row. Returns its result if it is refused."""
+        """Queue a row, or give it to the threads. Returns its result if it is refused."""
         if row.error is not None:
             return Result(row, error=row.error)
         try:
-            prompt, params = self._request(row)
-            request_id = self._llm.add_request(prompt, params)
+            ask = self._ask(row)
+            if ask.messages is None:
+                self._queue(ask.prompt, row, ask.params)
+            elif self._threads is None:
+                self._queue(_render(self.renderer(ask.chat), ask), row, ask.params)
+            else:
+                prompt = self._threads.submit(_render, self.renderer(ask.chat), ask)
+                self._rendering[prompt] = row, ask.params
         except NoPillowError:
             raise  # every row with images would fail, and count as finished
-        except (TypeError, ValueError, ImportError, RecursionError) as error:
-            return Result(row, error=str(error))  # ImportError: its grammar needs a missing package
-        self._in_flight[request_id] = row, params
+        except MISTAKES as error:
+            return Result(row, error=str(error))
         return None
 
-    def _request(self, row: Row) -> tuple[Any, SamplingParams]:
-        """The prompt and the sampling parameters of a row."""
+    def _queue_rendered(self) -> Results:
+        """Queue the rows that threads have rendered. Yields the results of refused ones."""
+        for prompt in [each for each in self._rendering if each.done()]:
+            row, params = self._rendering.pop(prompt)
+            try:
+                self._queue(prompt.result(), row, params)
+            except NoPillowError:
+                raise
+            except MISTAKES as error:
+                yield Result(row, error=str(error))
+
+    def _queue(self, prompt: Any, row: Row, params: SamplingParams) -> None:
+        request_id = self._llm.add_request(prompt, params)
+        self._in_flight[request_id] = row, params
+
+    def _ask(self, row: Row) -> Ask:
+        """What a row asks for."""
         seed = xxh3_64_intdigest(row.key, self._llm.config.seed) >> 1
         if row.is_openai:
-            ask = read_request(row.fields, self._params, seed)
-        else:
-            self._look_at_names(row.fields)
-            ask = read_ask(row.fields, self._params, seed, self._chat)
-        if ask.messages is None:
-            return ask.prompt, ask.params
-        prompt = self.renderer(ask.chat).render(ask.messages, "messages", ask.images)
-        if ask.limits is not None:
-            prompt["mm_processor_kwargs"] = ask.limits
-        return prompt, ask.params
+            return read_request(row.fields, self._params, seed)
+        self._look_at_names(row.fields)
+        return read_ask(row.fields, self._params, seed, self._chat)
 
     def _look_at_names(self, fields: Mapping[str, Any]) -> None:
         """Warn, once for each, of the caller's own fields with names like a parameter's."""
@@ -238,3 +266,9 @@ class _Job:
         if not own:
             self._renderer = renderer
         return renderer
+
+
+def _render(renderer: ChatRenderer, ask: Ask) -> Any:
+    """The prompt of a row with messages."""
+    prompt = renderer.render(ask.messages, "messages", ask.images)
+    return prompt if ask.limits is None else {**prompt, "mm_processor_kwargs": ask.limits}

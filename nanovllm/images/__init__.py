@@ -1,5 +1,5 @@
 """Image inputs on the host: what is read, resized and counted before a request reaches the engine.
 
 Doors: `image`, `positions` and `stored`, what the engine knows of them; `processor`, `prompts`,
-`picture` and `urls`, what callers may pass; `preparation`, the threads.
+`picture`, `urls` and `fetching`, what callers may pass; `preparation`, the threads.
 """

@@ -47,6 +47,8 @@ class NoImages:
         reason: reason why, with the remedy.
     """
 
+    fetches = False
+
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
@@ -63,7 +65,7 @@ class NoImages:
         """Raise ValueError: no images may stand in `name`."""
         raise ValueError(f"`{name}` must have no images: {self._reason}")
 
-    def find(self, given: Any, name: str) -> NoReturn:
+    def find(self, given: Any, name: str, count: int) -> NoReturn:
         """Raise ValueError: no images may stand in a message."""
         self.refuse(name)
 
@@ -87,6 +89,9 @@ class ImagePrompts:
         most: largest number of images in a prompt.
         most_tokens: largest number of tokens of an image.
         media: images that messages may name.
+
+    Attributes:
+        fetches: whether `find` may wait for a host.
     """
 
     def __init__(
@@ -99,14 +104,17 @@ class ImagePrompts:
     ) -> None:
         self.processor, self.tokens, self._media = processor, tokens, media
         self._most, self._most_tokens = most, most_tokens
+        self.fetches = media.fetches
 
-    def find(self, given: Any, name: str) -> Any:
-        """The image in a message. Strings name what `Media.find` allows, also as the `path` of a
-        dictionary.
+    def find(self, given: Any, name: str, count: int) -> Any:
+        """The image in a message, the `count`-th of its conversation. Strings name what
+        `Media.find` allows, also as the `path` of a dictionary.
 
         Raises:
-            TypeError, ValueError: if it must not be read.
+            TypeError, ValueError: if it must not be read, or is one too many, which is not fetched.
         """
+        if count > self._most:
+            raise ValueError(f"`{name}` must be one of at most {self._most} images ({LIMIT})")
         if isinstance(given, Mapping):
             given, name = unwrap(given, name)
             given = os.fspath(given) if isinstance(given, os.PathLike) else given

@@ -1,15 +1,19 @@
-"""URLs of images: data in them, and files of this machine that callers allow."""
+"""URLs of images: data in them, and files of this machine and hosts that callers allow."""
 
 import base64
 import binascii
+import ipaddress
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # RFC 3986; a single letter is a drive
+HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+DOMAINS = "allowed_media_domains"
 MOST_SHOWN = 120  # characters of a path or URL in errors
 
 
@@ -18,28 +22,42 @@ class Media:
 
     Args:
         allowed_path: folder whose files may be named; "": none.
+        fetch: function of a URL of http or https and its name in errors, such as `Fetcher.fetch`;
+            None: nothing is fetched.
+
+    Attributes:
+        fetches: whether `find` may wait for a host.
     """
 
-    def __init__(self, allowed_path: str) -> None:
+    def __init__(self, allowed_path: str, fetch: Callable[[str, str], bytes] | None = None) -> None:
         self._folder = Path(allowed_path).resolve() if allowed_path else None
+        self._fetch, self.fetches = fetch, fetch is not None
 
     def find(self, named: str, name: str) -> Any:
-        """The image of a URL or path, for `open_picture`.
+        """The image of a URL or path, for `open_picture`. That of a host is fetched here, so
+        callers are threads that may wait; see `Fetcher` for bounds.
 
         Args:
-            named: data URL, file URL or path.
+            named: data URL, file URL, path, or URL of http or https.
             name: name of the argument in errors.
 
         Raises:
-            ValueError: if it must not be read.
+            ValueError: if it must not be read or fetched, or did not come.
         """
         kind = scheme(named)
         if kind == "data":
             return named
-        if kind not in ("", "file"):
+        if kind in ("http", "https"):
+            if self._fetch is not None:
+                return self._fetch(named, name)
             raise ValueError(
                 f"`{name}` must be a data URL or a file, got {short(named)}: nothing is fetched "
-                "from the network, so download it"
+                f"from the network, unless LLM() gets the names of its hosts in {DOMAINS}"
+            )
+        if kind not in ("", "file"):
+            raise ValueError(
+                f"`{name}` must be a data URL, a file, or a URL of http or https, got "
+                f"{short(named)}: download it"
             )
         path = Path(path_of_url(named, name) if kind else named)
         if self._folder is None:
@@ -72,6 +90,38 @@ def read_folder(path: Any) -> str:
     if folder and not os.path.isdir(folder):
         raise ValueError(f"`{name}` must be a folder that exists, got {folder!r}")
     return os.path.abspath(folder) if folder else ""
+
+
+def read_domains(domains: Any) -> tuple[str, ...]:
+    """The value of `allowed_media_domains`, in small letters.
+
+    Raises:
+        TypeError, ValueError: if these are no names of hosts.
+    """
+    given = () if domains is None else domains
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise TypeError(f'`{DOMAINS}` must be a list of hosts, ["example.org"], got {given!r}')
+    found = []
+    for domain in given:
+        if not isinstance(domain, str):
+            raise TypeError(f"`{DOMAINS}` must hold names of hosts, got {domain!r}")
+        name = domain.lower()
+        if not HOST.fullmatch(name) and not _is_address(name):
+            raise ValueError(
+                f"`{DOMAINS}` must hold names of hosts without scheme, port, path or *, in ASCII, "
+                f"got {domain!r}"
+            )
+        found.append(name)
+    return tuple(found)
+
+
+def _is_address(text: str) -> bool:
+    """Whether this is the address of a machine; those of IPv6 have colons."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def scheme(text: str) -> str:

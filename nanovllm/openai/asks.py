@@ -208,8 +208,8 @@ async def _read_completion(tokenizer: Any, body: dict[str, Any], ask: Ask) -> No
 
 
 async def _read_chat(llm: AsyncLLM, tokenizer: Any, body: dict[str, Any], ask: Ask) -> None:
-    """Read a chat. (Pictures in its messages would be opened here, where it is known which of them
-    a request may name.)
+    """Read a chat. Its messages are rendered, and the pictures of hosts in them fetched, in another
+    thread.
     """
     ask.shows_reasoning = take_bool(body, "include_reasoning", True)
     effort, several = (

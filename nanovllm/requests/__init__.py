@@ -1,4 +1,5 @@
 """Requests: checked input, and the text of their output.
 
-Doors: `intake`, `inputs`, `request`, `news`, `text`, `detokenizer`, `chat` and `beam_search`.
+Doors: `intake`, `inputs`, `request`, `news`, `text`, `detokenizer`, `chat`, `renderings` and
+`beam_search`.
 """

@@ -60,7 +60,7 @@ class ImageParts:
             if part.get(key) is not None:
                 where = f'{name}["{key}"]'
                 given = _url(part[key], where) if key == "image_url" else part[key]
-                given = self._images.find(given, where)
+                given = self._images.find(given, where, len(self.found) + 1)
                 break
         else:
             if not self._beside:

@@ -89,6 +89,7 @@ LLAMA3 = {
         ("mm_processor_kwargs", 9, TypeError, "a dictionary with max_pixels or min_pixels, got 9"),
         ("allowed_local_media_path", "/no/such", ValueError, "a folder that exists, got '/no/such"),
         ("allowed_local_media_path", None, TypeError, "the path of a folder, or .*, got None"),
+        ("allowed_media_domains", "a.org", TypeError, r"a list of hosts, \[\"ex.*, got 'a.org'"),
         ("language_model_only", 1, TypeError, "True or False, got 1"),
         ("load_format", "gguf", ValueError, "one of auto, safetensors, dummy, got 'gguf'"),
         ("generation_config", "hf", ValueError, "one of auto, vllm, got 'hf'"),
@@ -236,7 +237,6 @@ def test_defect_17_unknown_option_names_the_nearest(name, match, tmp_path):
 
 # As vLLM's examples and what others build on it pass them.
 NOTHING_ASKED = {
-    "allowed_media_domains": None,
     "async_scheduling": True,
     "attention_config": None,
     "config_format": "auto",

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from picture_host import PATIENCE, PictureHost, picture, picture_host, send
 from PIL import Image as Pillow
 from seeing import GREEDY, PICTURE, make_seeing, make_seeing_gemma3, photo, reference
 from vision_checkpoints import PAD
@@ -407,6 +408,38 @@ def test_async(path: Path) -> None:
 
     for output, (text, images) in zip(asyncio.run(run()), PROMPTS.values(), strict=True):
         assert found(output) == expected(path, text, images)
+
+
+def test_async_chat_waits_for_hosts_in_another_thread(path: Path) -> None:
+    """The loop's tasks and the engine's requests go on meanwhile."""
+
+    async def run(host: PictureHost) -> tuple[Any, Any]:
+        async with AsyncLLM(path, **OPTIONS, allowed_media_domains=["127.0.0.1"]) as llm:
+
+            async def chat(image: Any) -> Any:
+                content = [{"type": "image", "image": image}]
+                return await llm.render([{"role": "user", "content": content}])
+
+            async def last(prompt: Any) -> Any:
+                return [output async for output in llm.generate(prompt, GREEDY)][-1]
+
+            slow = asyncio.create_task(chat(host.url("slow")))
+            while not host.asked:
+                await asyncio.sleep(0)
+            wanted = await last(await chat(picture(1)))
+            assert not slow.done() and len(host.asked) == 1
+            host.gate.set()
+            return wanted, await last(await slow)
+
+    with picture_host() as host:
+
+        def slow(handler: Any) -> None:
+            assert host.gate.wait(PATIENCE)
+            send(handler, picture(1))
+
+        host.pages["/slow"] = slow
+        wanted, output = asyncio.run(run(host))
+    assert found(output) == found(wanted)
 
 
 def test_a_model_that_does_not_see(path: Path, checkpoint: Path, tmp_path: Path) -> None:

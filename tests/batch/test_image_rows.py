@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from picture_host import PATIENCE, picture, picture_host, send
 from PIL import Image as Pillow
 from seeing import GREEDY, PICTURE, make_seeing, photo
 
@@ -213,6 +214,68 @@ def test_requests_of_openai(llm: LLM, folder: Path, tmp_path: Path, texts: dict[
     assert "must be a file below" in results["outside"]["error"]["message"]
     assert "nothing is fetched" in results["network"]["error"]["message"]
     assert results["network"]["response"]["status_code"] == 400
+
+
+def test_pictures_of_hosts(path: Path, tmp_path: Path) -> None:
+    """Rows pass one whose host is slow: the engine does not wait for it."""
+    params = GREEDY
+
+    def message(image: Any) -> list[dict[str, Any]]:
+        part = {"type": "image_url", "image_url": image}
+        return [{"role": "user", "content": [part]}]
+
+    def openai(custom_id: str, image: str) -> dict[str, Any]:
+        body = {"model": "x", "messages": message({"url": image}), "temperature": 0}
+        own = {**body, "max_tokens": params.max_tokens, "ignore_eos": True}
+        row = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions"}
+        return {**row, "body": own}
+
+    with (
+        picture_host() as host,
+        LLM(path, **OPTIONS, allowed_media_domains=["127.0.0.1"]) as llm,
+    ):
+
+        def slow(handler: Any) -> None:
+            assert host.gate.wait(PATIENCE)
+            send(handler, picture(1))
+
+        host.pages["/slow"] = slow
+        images = [picture(1), picture(2)]
+        first, second = (
+            each.outputs[0].text
+            for each in llm.chat([message(image) for image in images], params, use_tqdm=False)
+        )
+        assert first != second
+        rows = [
+            {"id": "slow", "messages": message(host.url("slow"))},
+            {"id": "quick", "messages": message(host.url("2.png"))},
+            {"id": "text", "prompt": "what?"},
+            {"id": "other", "messages": message(host.url("2.png", "localhost"))},
+        ]
+        found = {}
+        for result in run(llm, rows, params):
+            found[result.row.fields["id"]] = result
+            if len(found) == 3:
+                assert not host.gate.is_set() and "slow" not in found
+                host.gate.set()
+        assert found.keys() == {"slow", "quick", "text", "other"}
+        for name, text in (("slow", first), ("quick", second)):
+            assert found[name].output is not None, found[name].error
+            assert found[name].output.outputs[0].text == text
+        assert "of a host in `allowed_media_domains` (127.0.0.1)" in str(found["other"].error)
+        file = tmp_path / "in.jsonl"
+        asked = [openai("yes", host.url("1.png")), openai("no", host.url("1.png", "localhost"))]
+        file.write_text("".join(json.dumps(each) + "\n" for each in asked))
+        yes, no = (each.to_dict() for each in run(llm, read_rows(file), params, ordered=True))
+        assert yes["response"]["body"]["choices"][0]["message"]["content"] == first
+        assert no["response"]["status_code"] == 400
+        assert "of a host in `allowed_media_domains`" in no["error"]["message"]
+        host.gate.clear()  # leaving the loop waits for nobody
+        before = len(host.asked)
+        results = run(llm, rows[:3], params)
+        assert next(results).row.fields["id"] != "slow"
+        results.close()
+        assert llm.is_finished() and not host.gate.is_set() and len(host.asked) > before
 
 
 def test_data_frames(path: Path, folder: Path, texts: dict[str, str]) -> None:

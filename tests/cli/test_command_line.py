@@ -156,6 +156,7 @@ def parse(*args: str) -> tuple[dict[str, Any], dict[str, Any]]:
         (("--max-model-len", "none"), {"max_model_len": None}),
         (("--adapter", "a"), {"adapter": ["a"]}),
         (("--adapter", "a", "--adapter", "b/c"), {"adapter": ["a", "b/c"]}),
+        (("--allowed-media-domains", "a.org"), {"allowed_media_domains": ["a.org"]}),
         (("--trace",), {"trace": True}),
         (("--trace", "run.json"), {"trace": "run.json"}),
         (("--quantization", "None", "--dtype", "half"), {"quantization": None, "dtype": "half"}),

@@ -238,11 +238,14 @@ def test_the_notebook_runs_and_shows_what_it_says(
     assert len(stored) < 500_000 and str(ROOT) not in stored
     notebook = nbformat.reads(stored, 4)
     shown = [outputs(cell) for cell in notebook.cells]
-    where = {"metadata": {"path": str(tmp_path)}}
+    place = tmp_path / "examples"  # as in a clone: a cell runs a script of it
+    place.mkdir()
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    where = {"metadata": {"path": str(place)}}
     NotebookClient(notebook, kernel_name="python3", timeout=SECONDS, resources=where).execute()
     assert [outputs(cell) for cell in notebook.cells] == shown
     kinds = [kind for cell in shown for kind, _ in cell]
-    assert kinds.count("image/png") == 3 and kinds.count("text/html") == 2
+    assert kinds.count("image/png") == 4 and kinds.count("text/html") == 2
     assert "stderr" not in kinds, "no warnings"
 
 

@@ -5,6 +5,7 @@ the server's machine or network can be named.
 import base64
 import io
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ openai = pytest.importorskip("openai", reason="needs the client openai")
 import numpy as np  # noqa: E402
 from http_server import OPTIONS, PATIENCE, serving  # noqa: E402
 from make_tiny_vision import make_model  # noqa: E402
+from picture_host import picture, picture_host, send  # noqa: E402
 from PIL import Image as Picture  # noqa: E402
 
+from faults import wait_until  # noqa: E402
 from nanovllm import LLM, SamplingParams  # noqa: E402
 
 SEED = 11
@@ -96,3 +99,39 @@ def test_files_and_other_machines_are_refused(model: Path, tmp_path: Path) -> No
         messages = conversation((allowed / "one.png").as_uri())
         answer = place.post("/v1/chat/completions", {**body, "messages": messages})
         assert answer.status_code == 200, answer.text
+
+
+def test_hosts_are_asked_where_the_server_was_started_with_their_names(model: Path) -> None:
+    """Other clients are served meanwhile."""
+    body = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+    encoded = base64.b64encode(picture(7)).decode()
+    with (
+        picture_host() as host,
+        serving(model, allowed_media_domains=["127.0.0.1"]) as place,
+        ThreadPoolExecutor(1) as others,
+    ):
+
+        def answer(url: str) -> Any:
+            return place.post("/v1/chat/completions", {**body, "messages": conversation(url)})
+
+        def slow(handler: Any) -> None:
+            assert host.gate.wait(PATIENCE)
+            send(handler, picture(7))
+
+        host.pages["/slow"] = slow
+        host.leads("away", host.url("7.png", "localhost"))
+        waiting = others.submit(answer, host.url("slow"))
+        wait_until(lambda: host.asked)
+        wanted = answer(f"data:image/png;base64,{encoded}")
+        assert wanted.status_code == 200 and place.get("/health").status_code == 200
+        assert not waiting.done()
+        host.gate.set()
+        for response in (waiting.result(PATIENCE), answer(host.url("7.png"))):
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"] == wanted.json()["choices"]
+        user = f"http://127.0.0.1@localhost:{host.port}/7.png"
+        for url in (host.url("7.png", "localhost"), host.url("away"), host.url("none"), user):
+            before = len(host.asked)
+            response = answer(url)
+            assert response.status_code == 400, response.text
+            assert len(host.asked) - before == url.startswith(host.url(""))
