@@ -226,6 +226,7 @@ def test_texts_do_not_keep_a_large_request_waiting(
     preparation = seeing.core._preparation
     monkeypatch.setattr(preparation, "_max_bytes", 1)
     text, images = f"{PICTURE}{PICTURE}{PICTURE}", [A, B, photo(90, 64, 4)]
+    wanted = [expected(path, *each)[0] for each in ((text, images), (PICTURE, [LARGE]))]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     long = seeing.add_request("text", params)
     seeing.add_request({"prompt": text, "multi_modal_data": {"image": images}}, GREEDY)
@@ -234,9 +235,7 @@ def test_texts_do_not_keep_a_large_request_waiting(
     for _ in range(40):
         finished += seeing.step()
         preparation.wait(60)
-    assert [found(output)[0] for output in finished] == [
-        *(expected(path, *each)[0] for each in ((text, images), (PICTURE, [LARGE]))),
-    ]
+    assert [found(output)[0] for output in finished] == wanted
     assert seeing.abort(long)
 
 
@@ -271,7 +270,7 @@ def test_abort_while_it_waits(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     assert next(iter(stream)).outputs[0].token_ids, "an image in use is not dropped"
     stream.close()  # type: ignore[attr-defined]
     while not seeing.is_finished():
-        assert all(output.request_id == second for output in seeing.step())
+        assert {output.request_id for output in seeing.step()} <= {second}
     gate.open.set()
     assert_idle(seeing)
 
