@@ -413,23 +413,21 @@ async def _merge(
     generators: Sequence[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
     """The items of generators with their numbers, as they come."""
-    found: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue(maxsize=len(generators))
+    found: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
+    room = asyncio.Semaphore(len(generators))  # bounds the items, so that the end always fits
 
     async def put_all(number: int, generator: AsyncGenerator[T, None]) -> None:
         async with aclosing(generator) as items:
             async for item in items:
-                await found.put((number, item))
+                await room.acquire()
+                found.put_nowait((number, item))
 
-    async def put() -> None:
-        try:
-            await _all([put_all(*each) for each in enumerate(generators)])
-        finally:
-            await found.put(None)
-
-    work = asyncio.ensure_future(put())
+    work = asyncio.ensure_future(_all([put_all(*each) for each in enumerate(generators)]))
+    work.add_done_callback(lambda _: found.put_nowait(None))
     try:
         while (item := await found.get()) is not None:
             yield item
+            room.release()
         await work
     finally:
         work.cancel()

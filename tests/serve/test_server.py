@@ -24,6 +24,7 @@ from nanovllm import LLM
 from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
 from nanovllm.serve import guard
+from nanovllm.serve.app import _merge
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
 
 ENGINE_VALUES = [key for known in (COUNTERS, GAUGES) for key, _ in known.values()]
@@ -158,6 +159,48 @@ def kill_hundred(place):
     assert int(aborted) >= after["num_aborted"]
     answer = place.post(CHAT, {"messages": ASK, "temperature": 0}).json()
     assert answer["choices"][0]["message"]["content"] == "472"
+
+
+def test_a_stream_of_several_prompts_ends_while_news_wait_for_its_reader():
+    """Whose client has gone: its generators end, though there is no room for what they have."""
+    begun, ended = [], []
+
+    async def counting(number):
+        try:
+            for i in range(100):
+                begun.append((number, i))
+                yield i
+        finally:
+            ended.append(number)
+
+    async def read_one():
+        merged = _merge([counting(number) for number in range(3)])
+        await anext(merged)
+        while len(begun) < 6:  # all have more than fits
+            await asyncio.sleep(0)
+        await asyncio.wait_for(merged.aclose(), PATIENCE)
+
+    asyncio.run(read_one())
+    assert sorted(ended) == [0, 1, 2]
+    assert len(begun) < 12, "who reads nothing is waited for"
+
+
+def test_merged_items_are_those_of_the_generators():
+    async def items(number):
+        for i in range(number):
+            await asyncio.sleep(0)
+            yield i
+        if number == 3:
+            raise RuntimeError("of the third")
+
+    async def read_all():
+        found = []
+        with pytest.raises(RuntimeError, match="of the third"):
+            async for item in _merge([items(number) for number in (2, 3)]):
+                found.append(item)
+        return found
+
+    assert sorted(asyncio.run(read_all())) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
 def test_too_many_that_wait_are_refused(monkeypatch):
