@@ -27,7 +27,8 @@ from nanovllm.utils.options import Foreign, only
 
 MAX_PROMPTS, MAX_N, MAX_STOPS = 2048, 128, 64  # of a request
 MAX_TOKENS = 16  # of a completion that says nothing, as OpenAI's
-MAX_FORM = 1 << 18  # characters of a schema, regular expression or grammar
+MAX_FORM = 1 << 16  # characters of a schema or a grammar
+MAX_REGEX = 1 << 14  # of a regular expression, which may take the square of its length
 REFUSED: Foreign = {
     "cache_salt": (only(None), "all requests share the prefix cache"),
     "chat_template": (only(None), "the template is the server's: pass chat_template_kwargs"),
@@ -307,9 +308,11 @@ def _check_bounds(ask: Ask) -> None:
         raise ValueError(
             f"`stop` must hold at most {MAX_STOPS} strings, got {len(params.stop or ())}"
         )
-    form = params.structured_outputs
-    size = 0 if form is None else max(len(form.json or form.regex or form.grammar or ""), 0)
-    if size > MAX_FORM:
-        raise ValueError(
-            f"`structured_outputs` must have at most {MAX_FORM:,} characters, got {size:,}"
-        )
+    if (form := params.structured_outputs) is not None:
+        most = MAX_FORM if form.regex is None else MAX_REGEX
+        text = form.json or form.regex or form.grammar or ""
+        size = len(text) if isinstance(text, str) else 0
+        if size > most:
+            raise ValueError(
+                f"`structured_outputs` must have at most {most:,} characters, got {size:,}"
+            )

@@ -23,6 +23,7 @@ from checkpoints import rare
 from nanovllm import LLM
 from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
+from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.serve import guard
 from nanovllm.serve.app import _merge
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
@@ -226,6 +227,30 @@ def test_too_many_that_wait_are_refused(monkeypatch):
         )
 
 
+def test_nobody_waits_for_the_form_of_another(monkeypatch):
+    """Which is not compiled in the engine's thread."""
+    begun, may_end, compile_form = threading.Event(), threading.Event(), GrammarCompiler.compile
+
+    def compiling(self, params, *rest):
+        begun.set()
+        assert may_end.wait(PATIENCE)
+        return compile_form(self, params, *rest)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compiling)
+    pytest.importorskip("llguidance")
+    with serving() as place, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "a", "structured_outputs": {"regex": "b{3}"}}
+        slow = pool.submit(place.post, "/v1/completions", body)
+        try:
+            assert begun.wait(PATIENCE)
+            assert place.get("/health").status_code == 200
+            answer = place.post(CHAT, {"messages": ASK, "temperature": 0}).json()
+            assert answer["choices"][0]["message"]["content"] == "472"
+        finally:
+            may_end.set()
+        assert slow.result(PATIENCE).json()["choices"][0]["text"] == "bbb"
+
+
 # -- keys and bounds ------------------------------------------------------------------------------
 
 
@@ -290,9 +315,15 @@ def test_bodies_are_bounded(place, monkeypatch):
         ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex"),
         (
             "/v1/completions",
-            {"prompt": "a", "structured_outputs": {"regex": "a" * 300_000}},
+            {"prompt": "a", "structured_outputs": {"regex": "a" * 16_385}},
             400,
-            "at most 262,144 characters",
+            "at most 16,384 characters",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "structured_outputs": {"grammar": "a" * 65_537}},
+            400,
+            "at most 65,536 characters",
         ),
         ("/v1/embeddings", {"input": "a", "dimensions": 3}, 400, "`dimensions` 3 is not"),
         ("/v1/embeddings", {"input": "a", "x": 3}, 400, "`x` is not supported for /v1/embeddings"),
