@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1024,
         metavar="N",
-        help="requests that may wait for their first token; others get the status 429 (1024)",
+        help="sequences that may wait for their first token, until others get the status 429 (1024)",
     )
     parser.add_argument(
         "--stream-interval",

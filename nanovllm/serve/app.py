@@ -27,7 +27,6 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import check_vocabulary, whole_numbers
 from nanovllm.requests.news import News
 from nanovllm.serve.guard import (
-    ENDING,
     REQUEST_ID,
     Guard,
     RefusedError,
@@ -58,7 +57,7 @@ def make_app(
         llm: engine.
         names: names of its model; answers have the first.
         keys: keys of which a request must have one; none: it needs none.
-        max_waiting: number of requests that may wait for their first token.
+        max_waiting: number of sequences that may wait for their first token.
         interval: tokens that make a piece of a stream, see `AsyncLLM.stream`.
     """
     service = Service(llm, names, max_waiting, interval)
@@ -79,8 +78,7 @@ def make_app(
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()]
     routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()]
     handlers: dict[Any, Any] = {HTTPException: _refuse, RefusedError: _refuse, Exception: _fail}
-    service.guard = Guard(Starlette(routes=routes, exception_handlers=handlers), keys)
-    return service.guard
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), keys)
 
 
 def _refuse(_: Request, error: Exception) -> Response:
@@ -105,31 +103,47 @@ def mistakes() -> Iterator[None]:
         raise RefusedError(400, str(error)) from error
 
 
-class Turn:
-    """A request's place among those that wait, from its arrival to its first token."""
+class AdmissionSlot:
+    """A request's places among the sequences that wait, from its arrival to their first tokens.
+
+    A request is admitted while fewer wait than may, and waits with all its sequences: so those of
+    one request at most are beyond the bound, and none has too many ever to be admitted.
+    """
 
     def __init__(self, service: "Service") -> None:
-        if service.num_waiting >= service.max_waiting:
+        self._service, self._count = service, 0
+        self.resize(1)  # until its body is read
+
+    def resize(self, count: int) -> None:
+        """Wait with so many sequences.
+
+        Raises:
+            RefusedError: too many others wait.
+        """
+        service = self._service
+        others = service.num_waiting - self._count
+        if others >= service.max_waiting:
             service.metrics.num_refused += 1
-            raise RefusedError(429, f"{service.num_waiting} requests wait already: try again later")
-        self._service, self._waits = service, True
-        service.num_waiting += 1
+            raise RefusedError(429, f"{others} sequences wait already: try again later")
+        service.num_waiting, self._count = others + count, count
+
+    def release(self, count: int) -> None:
+        """Wait with fewer: so many have their first tokens."""
+        self._service.num_waiting -= count
+        self._count -= count
 
     def end(self) -> None:
         """Wait no longer. May be called again."""
-        self._service.num_waiting -= self._waits
-        self._waits = False
+        self.release(self._count)
 
 
 class Service:
     """The methods that answer. Arguments are those of `make_app`.
 
     Attributes:
-        num_waiting: requests without a first token.
+        num_waiting: sequences without a first token.
         metrics: counters of what was answered.
     """
-
-    guard: Guard
 
     def __init__(
         self, llm: AsyncLLM, names: Sequence[str], max_waiting: int, interval: int
@@ -151,7 +165,7 @@ class Service:
         return await self._generate(request, is_chat=False)
 
     async def _generate(self, request: Request, *, is_chat: bool) -> Response:
-        turn, streams = Turn(self), False
+        slot, streams = AdmissionSlot(self), False
         try:
             body = await self._body(request)
             request_id = body.pop("request_id", None) or request.state.request_id
@@ -164,20 +178,21 @@ class Service:
                 ask = await read_ask(
                     self._llm, self._tokenizer, body, is_chat=is_chat, interval=self._interval
                 )
+            slot.resize(len(ask.prompts) * ask.params.n)
             answer = Answer(ask, self._names[0], request_id, self._tokenizer)
             if not ask.streams:
-                outputs = await _all([self._whole(prompt, ask, turn) for prompt in ask.prompts])
+                outputs = await _all([self._whole(prompt, ask, slot) for prompt in ask.prompts])
                 return _json(answer.whole(outputs))
-            events = self._events(ask, answer, turn)
+            events = self._events(ask, answer, slot)
             first = await anext(events)
             streams = True
             return Events(first, events)
         finally:
             if not streams:
-                turn.end()
+                slot.end()
 
     async def _outputs(
-        self, prompt: Any, ask: Ask, turn: Turn
+        self, prompt: Any, ask: Ask, slot: AdmissionSlot
     ) -> AsyncGenerator[RequestOutput, None]:
         """New output of a prompt; all after the first at the end, if the answer is not a stream."""
         interval = ask.interval if ask.streams else sys.maxsize
@@ -186,7 +201,7 @@ class Service:
             async with aclosing(news) as outputs:
                 with mistakes():  # which are found before there is any output
                     output = await anext(outputs)
-                turn.end()
+                slot.release(ask.params.n)
                 while True:
                     self.metrics.count(output, ask.params)
                     if output.error is not None:
@@ -199,16 +214,18 @@ class Service:
             self.metrics.count_abort()
             raise
 
-    async def _whole(self, prompt: Any, ask: Ask, turn: Turn) -> RequestOutput:
+    async def _whole(self, prompt: Any, ask: Ask, slot: AdmissionSlot) -> RequestOutput:
         news = News()
-        async with aclosing(self._outputs(prompt, ask, turn)) as outputs:
+        async with aclosing(self._outputs(prompt, ask, slot)) as outputs:
             async for output in outputs:
                 news.add(output)
         return news.take()
 
-    async def _events(self, ask: Ask, answer: Answer, turn: Turn) -> AsyncGenerator[str, None]:
+    async def _events(
+        self, ask: Ask, answer: Answer, slot: AdmissionSlot
+    ) -> AsyncGenerator[str, None]:
         """The events of a stream; some come together."""
-        generators = [self._outputs(prompt, ask, turn) for prompt in ask.prompts]
+        generators = [self._outputs(prompt, ask, slot) for prompt in ask.prompts]
         try:
             if len(generators) == 1:
                 async with aclosing(generators[0]) as outputs:
@@ -222,13 +239,13 @@ class Service:
                             yield events
             yield answer.end()
         finally:
-            turn.end()
+            slot.end()
 
     # -- vectors and tokens -----------------------------------------------------------------------
 
     async def embed(self, request: Request) -> Response:
         """`/v1/embeddings`."""
-        turn = Turn(self)
+        slot = AdmissionSlot(self)
         try:
             body = await self._body(request)
             with mistakes():
@@ -241,9 +258,11 @@ class Service:
                 if given is None:
                     raise ValueError("`input` must be given, got none")
                 prompts = await encode_prompts(self._tokenizer, given, "input")
+            slot.resize(len(prompts))
+            with mistakes():
                 outputs = await _all([self._llm.embed(prompt) for prompt in prompts])
         finally:
-            turn.end()
+            slot.end()
         data, num_tokens = [], 0
         for index, output in enumerate(outputs):
             vector: Any = output.outputs.embedding
@@ -309,9 +328,7 @@ class Service:
         return {**own, "max_model_len": self._llm.max_model_len}
 
     async def health(self, _: Request) -> Response:
-        """`/health`: 200 while requests can be served."""
-        if self.guard.is_draining:
-            return error_response(503, ENDING)
+        """`/health`: 200 while the engine can compute."""
         try:
             await self._llm.check_health()
         except RuntimeError as error:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY = 32 << 20  # bytes
 OPEN_PATHS = ("/health",)  # need no key
-DRAINING_PATHS = ("/health", "/metrics")  # answer while the server drains
+DRAINING_PATHS = ("/metrics",)  # answer while the server drains
 ENDING = "the server is about to end"
 RETRY_SECONDS = 1
 MAX_MESSAGE = 1000  # characters

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 from http_server import ASK, JSON, PATIENCE, httpx, serving
@@ -25,7 +26,8 @@ from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.serve import guard
-from nanovllm.serve.app import _merge
+from nanovllm.serve.app import AdmissionSlot, _merge
+from nanovllm.serve.guard import RefusedError
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
 
 ENGINE_VALUES = [key for known in (COUNTERS, GAUGES) for key, _ in known.values()]
@@ -252,6 +254,46 @@ def test_nobody_waits_for_the_form_of_another(monkeypatch):
 
 
 # -- keys and bounds ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_every_sequence_of_a_request_waits(streams, monkeypatch):
+    """Until the first token of its prompt; and one request may have more than may wait."""
+    with (
+        serving(max_waiting=3, overlap=False, max_num_seqs=2) as place,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        steps = Steps(monkeypatch)
+        body = {"prompt": ["ab", "cd"], "n": 2, "max_tokens": 3, "ignore_eos": True, "seed": 1}
+        several = pool.submit(place.post, "/v1/completions", {**body, "stream": streams})
+        steps.wait()
+        one = {"prompt": "a", "max_tokens": 1}
+        refused = place.post("/v1/completions", one)
+        assert refused.status_code == 429 and "4 sequences wait" in refused.text
+        steps.let(1)  # the first prompt has its first tokens
+        steps.wait()
+        steps.let_any()
+        assert several.result(PATIENCE).status_code == 200
+        assert place.post("/v1/completions", {**one, "n": 3, "seed": 1}).status_code == 200
+        assert place.post("/v1/completions", one).status_code == 200
+
+
+def test_a_place_is_given_back_for_each_prompt():
+    service = Mock(num_waiting=0, max_waiting=3, metrics=Mock(num_refused=0))
+    slot = AdmissionSlot(service)
+    slot.resize(6)
+    with pytest.raises(RefusedError, match="6 sequences wait"):
+        AdmissionSlot(service)
+    slot.release(2)
+    with pytest.raises(RefusedError, match="4 sequences wait"):
+        AdmissionSlot(service)
+    slot.release(2)
+    other = AdmissionSlot(service)
+    slot.end()
+    slot.end()
+    assert service.num_waiting == 1
+    other.end()
+    assert service.num_waiting == 0
 
 
 def test_a_key_opens_everything_and_health_needs_none():
