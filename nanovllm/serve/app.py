@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from array import array
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ def make_app(
     names: Sequence[str],
     *,
     keys: Sequence[str] = (),
+    hosts: Collection[str] = (),
     max_waiting: int = 1024,
     interval: int = 1,
 ) -> Guard:
@@ -57,6 +58,7 @@ def make_app(
         llm: engine.
         names: names of its model; answers have the first.
         keys: keys of which a request must have one; none: it needs none.
+        hosts: names by which requests may call the server, see `Guard`.
         max_waiting: number of sequences that may wait for their first token.
         interval: tokens that make a piece of a stream, see `AsyncLLM.stream`.
     """
@@ -78,13 +80,15 @@ def make_app(
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()]
     routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()]
     handlers: dict[Any, Any] = {HTTPException: _refuse, RefusedError: _refuse, Exception: _fail}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), keys)
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), keys, hosts)
 
 
 def _refuse(_: Request, error: Exception) -> Response:
     """The answer to a mistake of the client."""
     if isinstance(error, HTTPException):  # of routes: no such path, or another method
-        return error_response(error.status_code, error.detail)
+        response = error_response(error.status_code, error.detail)
+        response.headers.update(error.headers or {})
+        return response
     assert isinstance(error, RefusedError)
     return error_response(error.status, str(error))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import queue
@@ -24,6 +25,7 @@ from checkpoints import rare
 from nanovllm import LLM
 from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
+from nanovllm.cli.serve import names_of
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.serve import guard
 from nanovllm.serve.app import AdmissionSlot, _merge
@@ -79,13 +81,16 @@ class Steps:
 # -- clients that go ------------------------------------------------------------------------------
 
 
-def raw_request(place, body, path=CHAT):
-    """A connection that has asked."""
+def raw_request(place, body, path=CHAT, *, whole=True):
+    """A connection that has asked; but for the end of the body, if that is not whole."""
     host, port = place.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    connection.sendall(
+        f"{head}Content-Length: {len(content)}\r\n\r\n".encode()
+        + content[: len(content) - (not whole)]
+    )
     return connection
 
 
@@ -333,6 +338,52 @@ def test_bodies_are_bounded(place, monkeypatch):
         answer = httpx.post(place.url + CHAT, content=content, headers=JSON, timeout=PATIENCE)
         assert answer.status_code == 413 and "1,000 bytes" in answer.json()["error"]["message"]
     assert place.post(CHAT, {"messages": ASK, "max_tokens": 1}).status_code == 200
+
+
+def test_health_reads_no_body():
+    """Which anyone may send, without a key."""
+    with serving(keys=["k"]) as place:
+        for method, path in (("GET", "/health"), ("POST", "/health"), ("GET", "/version")):
+            connection = http.client.HTTPConnection(place.url.removeprefix("http://"), timeout=60)
+            connection.putrequest(method, path)
+            connection.putheader("Authorization", "Bearer k")
+            connection.putheader("Content-Length", str(1 << 20))
+            connection.endheaders(b"x")  # the rest never comes
+            answer = connection.getresponse()
+            assert answer.status == (405 if method == "POST" else 200)
+            if method == "POST":
+                assert {*answer.getheader("allow").split(", ")} == {"GET", "HEAD"}
+            connection.close()
+
+
+def test_bodies_share_a_bound_and_have_a_time(place, monkeypatch):
+    monkeypatch.setattr(guard, "MAX_BODIES", 1000)
+    slow = raw_request(place, {"messages": ASK}, whole=False)
+    while not place.app._num_bytes:
+        assert place.get("/version").status_code == 200
+    answer = httpx.post(place.url + CHAT, content=b"x" * 1000, headers=JSON, timeout=PATIENCE)
+    assert answer.status_code == 503 and "retry-after" in answer.headers
+    slow.close()
+    while place.app._num_bytes:
+        assert place.get("/version").status_code == 200
+    monkeypatch.setattr(guard, "READ_SECONDS", 0.01)
+    slow = raw_request(place, {"messages": ASK}, whole=False)
+    assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+    slow.close()
+    assert not place.app._num_bytes
+
+
+def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
+    """A page may have its own name resolved to this machine: then it is of the same origin."""
+    with serving(hosts=names_of("127.0.0.1")) as place:
+        for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]", "[::1]:80"):
+            assert place.get("/v1/models", headers={"Host": host}).status_code == 200
+        for host in ("evil.com", "evil.com:8000", "localhost.evil.com", "[::2]:80", "1.2.3.4"):
+            for path in ("/v1/models", "/health"):
+                answer = place.get(path, headers={"Host": host})
+                assert answer.status_code == 403
+                assert "`Host` must be one of" in answer.json()["error"]["message"]
+    assert names_of("::1")[-1] == "[::1]" and names_of("0.0.0.0") == ()
 
 
 @pytest.mark.parametrize(
