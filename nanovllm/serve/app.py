@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.batch.rows import CHAT_FIELDS
-from nanovllm.openai.answers import DONE, Answer, dumps
+from nanovllm.openai.answers import Answer, dumps
 from nanovllm.openai.asks import Ask, encode_prompts, read_ask, refuse, take_bool
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import check_vocabulary, whole_numbers
@@ -30,8 +30,8 @@ from nanovllm.serve.guard import (
     REQUEST_ID,
     Guard,
     RefusedError,
-    error_body,
     error_response,
+    last_events,
 )
 from nanovllm.serve.metrics import CONTENT_TYPE, ServerMetrics
 from nanovllm.utils.options import only
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx
+INTERNAL = "internal error: the log of the server has more about request {}"
 NO_DIMENSIONS = {"dimensions": (only(None), "vectors have the size of the model")}
 
 
@@ -93,9 +94,11 @@ def _refuse(_: Request, error: Exception) -> Response:
     return error_response(error.status, str(error))
 
 
-def _fail(_: Request, error: Exception) -> Response:
-    """The answer to a fault of ours."""
-    return error_response(500, f"{type(error).__name__}: {error}")
+def _fail(request: Request, error: Exception) -> Response:
+    """The answer to a fault of ours: its text is for the log, where paths and addresses may be."""
+    request_id = request.state.request_id
+    logger.error("request %s has failed by %s: %s", request_id, type(error).__name__, error)
+    return error_response(500, INTERNAL.format(request_id))
 
 
 @contextmanager
@@ -105,6 +108,8 @@ def mistakes() -> Iterator[None]:
         yield
     except (TypeError, ValueError, ImportError) as error:  # the last for a missing package
         raise RefusedError(400, str(error)) from error
+    except RecursionError as error:
+        raise RefusedError(400, "a field of the body is nested too deeply") from error
 
 
 class AdmissionSlot:
@@ -190,7 +195,7 @@ class Service:
             events = self._events(ask, answer, slot)
             first = await anext(events)
             streams = True
-            return Events(first, events)
+            return Events(first, events, request.state.request_id)
         finally:
             if not streams:
                 slot.end()
@@ -209,6 +214,10 @@ class Service:
                 while True:
                     self.metrics.count(output, ask.params)
                     if output.error is not None:
+                        # Images are read late, so the mistake in one comes as an output. Like any
+                        # other it begins with what it is about, and there is no completion.
+                        if output.error.startswith("`") and not output.outputs:
+                            raise RefusedError(400, output.error)
                         raise RuntimeError(output.error)
                     yield output
                     if output.finished:
@@ -379,12 +388,13 @@ class Events(Response):
     Args:
         first: events that are there.
         rest: generator of those that follow.
+        request_id: id of the request.
     """
 
-    def __init__(self, first: str, rest: AsyncGenerator[str, None]) -> None:
+    def __init__(self, first: str, rest: AsyncGenerator[str, None], request_id: str) -> None:
         super().__init__(media_type="text/event-stream", headers=EVENT_HEADERS)
         del self.headers["content-length"]
-        self._first, self._rest = first, rest
+        self._first, self._rest, self._request_id = first, rest, request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them."""
@@ -399,10 +409,11 @@ class Events(Response):
             try:
                 async for events in rest:
                     await write(events)
-            except Exception as error:  # the status is sent: what is left to say is said here
-                logger.exception("a stream has ended by an error")
-                body = error_body(500, f"{type(error).__name__}: {error}")
-                await write(f"data: {dumps(body)}\n\n{DONE}")
+            except RefusedError as refused:  # by the mistake in another prompt
+                await write(last_events(refused.status, str(refused)))
+            except Exception:  # the status is sent: what is left to say is said here
+                logger.exception("the stream of request %s has ended by an error", self._request_id)
+                await write(last_events(500, INTERNAL.format(self._request_id)))
         await write("", more=False)
 
 

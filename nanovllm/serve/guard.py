@@ -15,6 +15,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.openai.answers import DONE, dumps
+
 MAX_BODY = 32 << 20  # bytes
 MAX_BODIES = 256 << 20  # bytes, of all that are read at a time
 READ_SECONDS = 120.0  # for a body to come
@@ -70,6 +72,11 @@ def error_response(status: int, message: str) -> JSONResponse:
     return JSONResponse(error_body(status, message), status, headers)
 
 
+def last_events(status: int, message: str) -> str:
+    """An error as the end of a stream of events."""
+    return f"data: {dumps(error_body(status, message))}\n\n{DONE}"
+
+
 class Guard:
     """The way to an application.
 
@@ -102,13 +109,17 @@ class Guard:
         if not REQUEST_ID.fullmatch(own_id):
             own_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = own_id
-        has_begun = False
+        has_begun = is_stream = has_ended = False
 
         async def send_id(message: Message) -> None:
-            nonlocal has_begun
+            nonlocal has_begun, is_stream, has_ended
             if message["type"] == "http.response.start":
                 has_begun = True
+                kind = Headers(raw=message["headers"]).get("content-type", "")
+                is_stream = kind.startswith("text/event-stream")
                 message["headers"] = [*message["headers"], (b"x-request-id", own_id.encode())]
+            else:
+                has_ended = not message.get("more_body", False)
             await send(message)
 
         self.num_open += 1
@@ -119,6 +130,9 @@ class Guard:
         except RefusedError as refused:
             if not has_begun:
                 await error_response(refused.status, str(refused))(scope, receive, send_id)
+            elif is_stream and not has_ended:
+                events = last_events(refused.status, str(refused)).encode()
+                await send_id({"type": "http.response.body", "body": events, "more_body": False})
         finally:
             self.num_open -= 1
 

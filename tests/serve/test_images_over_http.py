@@ -92,3 +92,17 @@ def test_files_and_other_machines_are_refused(model: Path, tmp_path: Path) -> No
         messages = conversation((allowed / "one.png").as_uri())
         answer = place.post("/v1/chat/completions", {**body, "messages": messages})
         assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_image_that_breaks_off_is_a_mistake(model: Path, streams: bool) -> None:
+    """It is found out when the image is read, after the request is queued."""
+    data = base64.b64decode(data_url(1).partition(",")[2])
+    url = f"data:image/png;base64,{base64.b64encode(data[: len(data) // 2]).decode()}"
+    body = {"messages": conversation(url), "max_tokens": 1, "stream": streams}
+    with serving(model) as place:
+        answer = place.post("/v1/chat/completions", body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["type"] == "BadRequestError"
+        whole = {**body, "messages": conversation(data_url(1))}
+        assert place.post("/v1/chat/completions", whole).status_code == 200

@@ -36,6 +36,7 @@ ENGINE_VALUES = [key for known in (COUNTERS, GAUGES) for key, _ in known.values(
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 CHAT = "/v1/chat/completions"
 POSTS = [CHAT, "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
+NESTED = b'{"messages": [], "max_tokens": %b1%b}' % (b"[" * 900, b"]" * 900)
 GETS = ["/v1/models", "/v1/models/tiny", "/version", "/metrics"]
 
 
@@ -393,6 +394,7 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         (CHAT, b"[" * 100_000, 400, "the body must be JSON"),
         (CHAT, b'{"temperature": NaN}', 400, "NaN is not a JSON number"),
         (CHAT, b"\xff", 400, "the body must be JSON"),
+        (CHAT, NESTED, 400, "`max_tokens` must be|nested too deeply"),
         (CHAT, b"[]", 400, "must be an object"),
         ("/v1/completions", {}, 400, "`prompt` must be given"),
         ("/v1/completions", {"prompt": []}, 400, "at least one token"),
@@ -433,7 +435,8 @@ def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place):
         pytest.importorskip("llguidance")
     answer = place.post(path, body)
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
-    assert says in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert any(each in message for each in says.split("|"))
 
 
 def test_web_pages_of_others_cannot_ask(place):
@@ -598,7 +601,10 @@ def test_health_says_when_the_engine_is_dead(monkeypatch):
         assert place.get("/health").content == b""
         asyncio.run(place.llm._call(LLM.exit))  # as by an error that closes it
         assert place.get("/health").status_code == 503
-        assert place.post(CHAT, {"messages": ASK}).status_code == 500
+        answer = place.post(CHAT, {"messages": ASK}, **{"X-Request-Id": "mine"})
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 500 and "internal error" in message and "mine" in message
+        assert "RuntimeError" not in message and "closed" not in message
 
 
 def test_a_server_that_drains_refuses_and_ends_when_all_have_answers(monkeypatch):
@@ -616,7 +622,7 @@ def test_a_server_that_drains_refuses_and_ends_when_all_have_answers(monkeypatch
 
 
 def test_after_the_grace_open_requests_end(monkeypatch):
-    """One without an answer is told; a stream that has begun breaks off."""
+    """One without an answer is told, and so is a stream that has begun, by its last events."""
     with serving(overlap=False, grace=0.0) as place, ThreadPoolExecutor(2) as pool:
         steps = Steps(monkeypatch)
         stream = raw_request(place, {"messages": ASK, "stream": True, **LONG})
@@ -632,7 +638,10 @@ def test_after_the_grace_open_requests_end(monkeypatch):
         said = b""
         while piece := stream.recv(1 << 16):
             said += piece
-        assert b"[DONE]" not in said
+        events = re.findall(r"^data: (.*)", said.decode(), re.M)
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["error"]["code"] == 503
+        assert said.endswith(b"0\r\n\r\n"), "the answer is whole by the rules of HTTP"
         stream.close()
         steps.let_any()
 
