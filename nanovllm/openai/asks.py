@@ -26,6 +26,9 @@ from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.options import Foreign, only
 
 MAX_PROMPTS, MAX_N, MAX_STOPS = 2048, 128, 64  # of a request
+MAX_WORDS = 1024  # that may not come
+MAX_IDS = 1 << 18  # of tokens in a field
+MAX_LOGPROBS = 1 << 22  # of all tokens together
 MAX_TOKENS = 16  # of a completion that says nothing, as OpenAI's
 MAX_FORM = 1 << 16  # characters of a schema or a grammar
 MAX_REGEX = 1 << 14  # of a regular expression, which may take the square of its length
@@ -113,7 +116,7 @@ async def read_ask(
         await _read_chat(llm, tokenizer, body, ask)
     else:
         await _read_completion(tokenizer, body, ask)
-    _check_bounds(ask)
+    _check_bounds(ask, llm.max_model_len)
     if length is not None:
         for prompt in ask.prompts:
             if len(prompt["prompt_token_ids"]) > length:
@@ -209,9 +212,7 @@ async def _read_completion(tokenizer: Any, body: dict[str, Any], ask: Ask) -> No
 
 
 async def _read_chat(llm: AsyncLLM, tokenizer: Any, body: dict[str, Any], ask: Ask) -> None:
-    """Read a chat. (Pictures in its messages would be opened here, where it is known which of them
-    a request may name.)
-    """
+    """Read a chat. Which images its messages may name is for the engine's options."""
     ask.shows_reasoning = take_bool(body, "include_reasoning", True)
     effort, several = (
         body.pop("reasoning_effort", None),
@@ -297,16 +298,21 @@ def called_tools(tools: Sequence[Any], choice: Any) -> list[Any]:
     return found[:1]
 
 
-def _check_bounds(ask: Ask) -> None:
+def _check_bounds(ask: Ask, max_model_len: int) -> None:
     params = ask.params
+    _check_lists(params)
     if params.n > MAX_N or params.n * len(ask.prompts) > MAX_PROMPTS:
         raise ValueError(
             f"`n` must be at most {MAX_N}, and at most {MAX_PROMPTS} for all prompts together, "
             f"got {params.n} for {len(ask.prompts)}"
         )
-    if len(params.stop or ()) > MAX_STOPS:
+    count = -1 if params.logprobs is None else params.logprobs
+    count = max(count, len(params.logprob_token_ids or ()) - 1) + 1
+    tokens = min(params.max_tokens or max_model_len, max_model_len)
+    if (total := len(ask.prompts) * params.n * tokens * count) > MAX_LOGPROBS:
         raise ValueError(
-            f"`stop` must hold at most {MAX_STOPS} strings, got {len(params.stop or ())}"
+            f"`logprobs` must be at most {MAX_LOGPROBS:,} for all tokens of all choices, "
+            f"got {total:,}: lower max_tokens, n or their number"
         )
     if (form := params.structured_outputs) is not None:
         most = MAX_FORM if form.regex is None else MAX_REGEX
@@ -316,3 +322,17 @@ def _check_bounds(ask: Ask) -> None:
             raise ValueError(
                 f"`structured_outputs` must have at most {most:,} characters, got {size:,}"
             )
+
+
+def _check_lists(params: SamplingParams) -> None:
+    most = {
+        "stop": (MAX_STOPS, "strings"),
+        "bad_words": (MAX_WORDS, "strings"),
+        "stop_token_ids": (MAX_IDS, "token ids"),
+        "allowed_token_ids": (MAX_IDS, "token ids"),
+        "logit_bias": (MAX_IDS, "token ids"),
+    }
+    for name, (bound, kind) in most.items():
+        given = getattr(params, name) or ()
+        if len(given) > bound:
+            raise ValueError(f"`{name}` must hold at most {bound} {kind}, got {len(given)}")
