@@ -34,6 +34,7 @@ from nanovllm.outputs import (
 )
 from nanovllm.requests.chat import ChatRenderer, Conversation, Tool
 from nanovllm.requests.news import AllNews, News
+from nanovllm.sampling.structured_output import Grammar
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.updates.hold import Version
@@ -74,7 +75,7 @@ class AsyncLLM:
         llm._begins_again = True
         self._show = llm.__repr__  # of what is merged now, say
         self.tokenizer, self.max_model_len = llm.get_tokenizer(), llm.max_model_len
-        self._image_prompts = llm.image_prompts
+        self._image_prompts, self._intake = llm.image_prompts, llm._intake
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = FairLock()  # no command may be queued after the end
@@ -140,7 +141,10 @@ class AsyncLLM:
         """Complete a prompt, and yield its news."""
         mailbox = _Mailbox(asyncio.get_running_loop(), news, interval)
         commands, tell = self._commands, mailbox.tell
-        self._ask(partial(_Jobs.add, prompt=prompt, params=params, tell=tell, pooling=pooling))
+        grammars = None
+        if self._intake.has_form(params):  # not in the engine's thread, where all would wait
+            grammars = await asyncio.to_thread(self._intake.compile_form, params)
+        self._ask(lambda jobs: jobs.add(prompt, params, tell, pooling, grammars))
         try:
             while True:
                 output = await mailbox.take()
@@ -465,10 +469,16 @@ class _Jobs:
             llm.core.meanwhile = self._wake
 
     def add(
-        self, prompt: Any, params: SamplingParams | None, tell: Tell, pooling: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        tell: Tell,
+        pooling: str | None = None,
+        grammars: list[Grammar | None] | None = None,
     ) -> None:
         try:
-            self._ids[tell] = self.llm._enter(prompt, params, pooling, partial(self._tell, tell))
+            listener = partial(self._tell, tell)
+            self._ids[tell] = self.llm._enter(prompt, params, pooling, listener, grammars)
         except Exception as error:
             self._tell(tell, error)
             self._wake()

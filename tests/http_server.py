@@ -67,6 +67,7 @@ def serving(
     *,
     names: Sequence[str] = ("tiny",),
     keys: Sequence[str] = (),
+    hosts: Sequence[str] = (),
     max_waiting: int = 1024,
     grace: float = 1.0,
     **options: Any,
@@ -75,7 +76,7 @@ def serving(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "*")
         llm = AsyncLLM(model, **{**OPTIONS, **options})
-        app = make_app(llm, names, keys=keys, max_waiting=max_waiting)
+        app = make_app(llm, names, keys=keys, hosts=hosts, max_waiting=max_waiting)
         server = Heard(app, grace)
         thread = threading.Thread(target=server.listen, daemon=True)
         thread.start()

@@ -22,7 +22,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LEAST_LOGPROB = -9999.0
 NOT_READ = {  # fields without an effect on results
     *("model", "user", "metadata", "store", "service_tier", "stream_options", "prompt_cache_key"),
-    *("safety_identifier", "parallel_tool_calls"),
+    *("safety_identifier", "parallel_tool_calls", "prompt_cache_retention"),
 }
 UNSUPPORTED: Foreign = {
     "audio": (only(None), "answers are text"),
@@ -36,7 +36,7 @@ UNSUPPORTED: Foreign = {
     "stream": (only(None, False), "results come whole"),
     "suffix": (only(None, ""), "put it into the prompt"),
     "tool_choice": (only(None, "none", "auto"), "the model chooses: leave it out"),
-    "verbosity": (only(None), "say it in the messages"),
+    "verbosity": (only(None, "medium"), "say it in the messages"),
     "web_search_options": (only(None), "nothing is searched"),
 }
 

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1024,
         metavar="N",
-        help="requests that may wait for their first token; others get the status 429 (1024)",
+        help="sequences that may wait for their first token; others get the status 429 (1024)",
     )
     parser.add_argument(
         "--stream-interval",
@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
                 llm,
                 names,
                 keys=keys,
+                hosts=() if keys else names_of(args.host),
                 max_waiting=args.max_waiting,
                 interval=args.stream_interval,
             )
@@ -116,3 +117,10 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def names_of(host: str) -> tuple[str, ...]:
+    """The names by which a server of this machine alone may be called; none: any."""
+    if not is_loopback(host):
+        return ()
+    return "localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host

@@ -27,7 +27,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
 from nanovllm.requests.intake import OnError
 from nanovllm.requests.request import CheckedRequest, Listener, Refusal
-from nanovllm.sampling.structured_output import GrammarCompiler
+from nanovllm.sampling.structured_output import Grammar, GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.metrics import Progress
 from nanovllm.tracing.recorder import DEFAULT_PATH, Recorder, engine_facts
@@ -199,13 +199,14 @@ class LLMEngine:
         params: SamplingParams | None,
         pooling: str | None,
         listener: Listener | None,
+        grammars: list[Grammar | None] | None = None,
     ) -> int:
-        """Check one prompt and queue it; see `add_request` and `Intake.make`."""
+        """Check one prompt and queue it; see `add_request`, `Intake.check` and `Intake.make`."""
         with self._lock:
             self._check_ready()
             if listener is not None and not callable(listener):
                 raise TypeError(f"`listener` must be callable, got {type(listener).__name__}")
-            return self._add(self._intake.check(prompt, params), pooling, listener)
+            return self._add(self._intake.check(prompt, params, grammars), pooling, listener)
 
     def _add(
         self, checked: CheckedRequest, pooling: str | None = None, listener: Listener | None = None

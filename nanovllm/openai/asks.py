@@ -26,8 +26,12 @@ from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.options import Foreign, only
 
 MAX_PROMPTS, MAX_N, MAX_STOPS = 2048, 128, 64  # of a request
+MAX_WORDS = 1024  # that may not come
+MAX_IDS = 1 << 18  # of tokens in a field
+MAX_LOGPROBS = 1 << 22  # of all tokens together
 MAX_TOKENS = 16  # of a completion that says nothing, as OpenAI's
-MAX_FORM = 1 << 18  # characters of a schema, regular expression or grammar
+MAX_FORM = 1 << 16  # characters of a schema or a grammar
+MAX_REGEX = 1 << 14  # of a regular expression, which may take the square of its length
 REFUSED: Foreign = {
     "cache_salt": (only(None), "all requests share the prefix cache"),
     "chat_template": (only(None), "the template is the server's: pass chat_template_kwargs"),
@@ -112,7 +116,7 @@ async def read_ask(
         await _read_chat(llm, tokenizer, body, ask)
     else:
         await _read_completion(tokenizer, body, ask)
-    _check_bounds(ask)
+    _check_bounds(ask, llm.max_model_len)
     if length is not None:
         for prompt in ask.prompts:
             if len(prompt["prompt_token_ids"]) > length:
@@ -208,8 +212,8 @@ async def _read_completion(tokenizer: Any, body: dict[str, Any], ask: Ask) -> No
 
 
 async def _read_chat(llm: AsyncLLM, tokenizer: Any, body: dict[str, Any], ask: Ask) -> None:
-    """Read a chat. Its messages are rendered, and the pictures of hosts in them fetched, in another
-    thread.
+    """Read a chat. Its messages are rendered, and the images of hosts in them fetched, in another
+    thread. Which images they may name is for the engine's options.
     """
     ask.shows_reasoning = take_bool(body, "include_reasoning", True)
     effort, several = (
@@ -296,20 +300,41 @@ def called_tools(tools: Sequence[Any], choice: Any) -> list[Any]:
     return found[:1]
 
 
-def _check_bounds(ask: Ask) -> None:
+def _check_bounds(ask: Ask, max_model_len: int) -> None:
     params = ask.params
+    _check_lists(params)
     if params.n > MAX_N or params.n * len(ask.prompts) > MAX_PROMPTS:
         raise ValueError(
             f"`n` must be at most {MAX_N}, and at most {MAX_PROMPTS} for all prompts together, "
             f"got {params.n} for {len(ask.prompts)}"
         )
-    if len(params.stop or ()) > MAX_STOPS:
+    count = -1 if params.logprobs is None else params.logprobs
+    count = max(count, len(params.logprob_token_ids or ()) - 1) + 1
+    tokens = min(params.max_tokens or max_model_len, max_model_len)
+    if (total := len(ask.prompts) * params.n * tokens * count) > MAX_LOGPROBS:
         raise ValueError(
-            f"`stop` must hold at most {MAX_STOPS} strings, got {len(params.stop or ())}"
+            f"`logprobs` must be at most {MAX_LOGPROBS:,} for all tokens of all choices, "
+            f"got {total:,}: lower max_tokens, n or their number"
         )
-    form = params.structured_outputs
-    size = 0 if form is None else max(len(form.json or form.regex or form.grammar or ""), 0)
-    if size > MAX_FORM:
-        raise ValueError(
-            f"`structured_outputs` must have at most {MAX_FORM:,} characters, got {size:,}"
-        )
+    if (form := params.structured_outputs) is not None:
+        most = MAX_FORM if form.regex is None else MAX_REGEX
+        text = form.json or form.regex or form.grammar or ""
+        size = len(text) if isinstance(text, str) else 0
+        if size > most:
+            raise ValueError(
+                f"`structured_outputs` must have at most {most:,} characters, got {size:,}"
+            )
+
+
+def _check_lists(params: SamplingParams) -> None:
+    most = {
+        "stop": (MAX_STOPS, "strings"),
+        "bad_words": (MAX_WORDS, "strings"),
+        "stop_token_ids": (MAX_IDS, "token ids"),
+        "allowed_token_ids": (MAX_IDS, "token ids"),
+        "logit_bias": (MAX_IDS, "token ids"),
+    }
+    for name, (bound, kind) in most.items():
+        given = getattr(params, name) or ()
+        if len(given) > bound:
+            raise ValueError(f"`{name}` must hold at most {bound} {kind}, got {len(given)}")

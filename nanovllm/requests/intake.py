@@ -109,8 +109,18 @@ class Intake:
 
     # -- checks ---------------------------------------------------------------------------------
 
-    def check(self, prompt: Any, params: SamplingParams | None) -> CheckedRequest:
+    def check(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        grammars: list[Grammar | None] | None = None,
+    ) -> CheckedRequest:
         """Check one prompt.
+
+        Args:
+            prompt: prompt.
+            params: sampling parameters; None: the default.
+            grammars: what `compile_form` has made of them; None: it is made here.
 
         Raises:
             TypeError, ValueError: naming the mistake.
@@ -118,7 +128,8 @@ class Intake:
         own = self._default if params is None else params
         controls = self.read_params(own)
         text, token_ids, pictures = self.read_prompt(prompt)
-        grammars = self._grammars(own, own.n)
+        if grammars is None:
+            grammars = self._grammars(own, own.n)
         return CheckedRequest(text, token_ids, own, controls, grammars, pictures=pictures)
 
     def read_again(
@@ -283,6 +294,21 @@ class Intake:
         return request_controls(
             params, self._vocab_size, self._eos_token_ids, words, self._logprobs_mode
         )
+
+    def has_form(self, params: SamplingParams | None) -> bool:
+        """Whether sampling parameters ask for a form, which takes time to compile."""
+        own = self._default if params is None else params
+        return getattr(own, "structured_outputs", None) is not None
+
+    def compile_form(self, params: SamplingParams | None) -> list[Grammar | None]:
+        """The grammars of a request. May be called in any thread.
+
+        Raises:
+            TypeError, ValueError: naming the mistake.
+        """
+        own = self._default if params is None else params
+        self.read_params(own)  # its mistakes come first
+        return self._grammars(own, own.n)
 
     def _grammars(self, params: SamplingParams, count: int) -> list[Grammar | None]:
         """A grammar for each of `count` completions, since each is followed separately."""

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import decoders
 
+from nanovllm.sampling.deep_calls import call_deep
 from nanovllm.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ MAX_CACHED = 64  # compiled forms; a small one takes 0.1 MB per thread
 # and up to 140 as the library stores the states that it has met.
 MAX_CACHED_BYTES = 1 << 20
 NUM_THREADS = min(8, os.cpu_count() or 1)
+MAX_CHARACTERS = 1 << 20  # of a form
+# The library reads a form by recursion: chained rules take up to a kilobyte for each character, so
+# a usual stack of 8 MiB would overflow at 3,000 of them, which ends the process.
+MIN_STACK, STACK_PER_CHARACTER, MAX_STACK = 1 << 26, 2048, 1 << 30  # bytes
 WHITESPACE = r"[ \n\r\t]{1,40}"  # in JSON; without a bound, a model may write nothing else for ever
 # Without this, if only one text can follow, the library allows only the tokenizer's own tokens for
 # it; and it would look for ever for the end of such a text in "start: A A", A: /a+/.
@@ -181,12 +186,11 @@ class _Form:
     states and a lock; fewer for a long form, lest it alone fill the cache.
 
     Attributes:
-        lark: form in Lark.
         matchers: matchers, the next to use first and the last used last.
     """
 
     def __init__(self, lark: str) -> None:
-        self.lark, self._num_bytes = lark, len(lark.encode())
+        self._num_bytes = len(lark.encode())
         self.matchers: deque[LLMatcher] = deque()
         self.max_matchers = max(1, min(NUM_THREADS, MAX_CACHED_BYTES // self._num_bytes))
 
@@ -250,8 +254,7 @@ class GrammarCompiler:
         name, value = next(item for item in vars(params).items() if item[1] is not None)
         kind = "gbnf" if name == "grammar" and GBNF.match(value) else name
         try:
-            with self._lock:
-                matcher = self._matcher(kind, value)
+            matcher = self._matcher(kind, value)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"`{name}` must be supported by llguidance, got {reprlib.repr(value)}: "
@@ -263,18 +266,34 @@ class GrammarCompiler:
     def _matcher(self, kind: str, value: Any) -> "LLMatcher":
         """A matcher of the form: a new one, or that which was used least recently."""
         key = kind, value
-        form = self._forms.pop(key, None) or _Form(_lark(kind, value) + EXACT)
-        if len(form.matchers) < form.max_matchers:
-            form.matchers.append(self._new_matcher(form.lark))
-        else:
-            form.matchers.rotate(-1)
-        self._forms[key] = form
-        while len(self._forms) > 1 and (
-            len(self._forms) > MAX_CACHED
-            or sum(form.size for form in self._forms.values()) > MAX_CACHED_BYTES
-        ):
-            self._forms.popitem(last=False)
-        return form.matchers[-1]
+        with self._lock:
+            form = self._forms.get(key)
+            if form is not None and len(form.matchers) >= form.max_matchers:
+                form.matchers.rotate(-1)
+                self._forms.move_to_end(key)
+                return form.matchers[-1]
+        stack = MIN_STACK
+        if isinstance(value, str):
+            if len(value) > MAX_CHARACTERS:
+                raise ValueError(f"it has {len(value):,} characters, at most {MAX_CHARACTERS:,}")
+            stack = min(max(stack, len(value) * STACK_PER_CHARACTER >> 16 << 16), MAX_STACK)
+        # Without the lock: nobody waits for the form of another.
+        lark, matcher = call_deep(lambda: self._compiled(kind, value), stack)
+        with self._lock:
+            form = self._forms.pop(key, None) or _Form(lark)
+            form.matchers.append(matcher)
+            self._forms[key] = form
+            while len(self._forms) > 1 and (
+                len(self._forms) > MAX_CACHED
+                or sum(form.size for form in self._forms.values()) > MAX_CACHED_BYTES
+            ):
+                self._forms.popitem(last=False)
+        return matcher
+
+    def _compiled(self, kind: str, value: Any) -> "tuple[str, LLMatcher]":
+        """The form in Lark, and a matcher of it."""
+        lark = _lark(kind, value) + EXACT
+        return lark, self._new_matcher(lark)
 
     def _new_matcher(self, lark: str) -> "LLMatcher":
         from llguidance import LLMatcher

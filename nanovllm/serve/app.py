@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from array import array
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
@@ -21,18 +21,17 @@ from starlette.types import Receive, Scope, Send
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.batch.rows import CHAT_FIELDS
-from nanovllm.openai.answers import DONE, Answer, dumps
+from nanovllm.openai.answers import Answer, dumps
 from nanovllm.openai.asks import Ask, encode_prompts, read_ask, refuse, take_bool
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import check_vocabulary, whole_numbers
 from nanovllm.requests.news import News
 from nanovllm.serve.guard import (
-    ENDING,
     REQUEST_ID,
     Guard,
     RefusedError,
-    error_body,
     error_response,
+    last_events,
 )
 from nanovllm.serve.metrics import CONTENT_TYPE, ServerMetrics
 from nanovllm.utils.options import only
@@ -41,6 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx
+INTERNAL = "internal error: the log of the server has more about request {}"
 NO_DIMENSIONS = {"dimensions": (only(None), "vectors have the size of the model")}
 
 
@@ -49,6 +49,7 @@ def make_app(
     names: Sequence[str],
     *,
     keys: Sequence[str] = (),
+    hosts: Collection[str] = (),
     max_waiting: int = 1024,
     interval: int = 1,
 ) -> Guard:
@@ -58,7 +59,8 @@ def make_app(
         llm: engine.
         names: names of its model; answers have the first.
         keys: keys of which a request must have one; none: it needs none.
-        max_waiting: number of requests that may wait for their first token.
+        hosts: names by which requests may call the server, see `Guard`.
+        max_waiting: number of sequences that may wait for their first token.
         interval: tokens that make a piece of a stream, see `AsyncLLM.stream`.
     """
     service = Service(llm, names, max_waiting, interval)
@@ -79,21 +81,24 @@ def make_app(
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()]
     routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()]
     handlers: dict[Any, Any] = {HTTPException: _refuse, RefusedError: _refuse, Exception: _fail}
-    service.guard = Guard(Starlette(routes=routes, exception_handlers=handlers), keys)
-    return service.guard
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), keys, hosts)
 
 
 def _refuse(_: Request, error: Exception) -> Response:
     """The answer to a mistake of the client."""
     if isinstance(error, HTTPException):  # of routes: no such path, or another method
-        return error_response(error.status_code, error.detail)
+        response = error_response(error.status_code, error.detail)
+        response.headers.update(error.headers or {})
+        return response
     assert isinstance(error, RefusedError)
     return error_response(error.status, str(error))
 
 
-def _fail(_: Request, error: Exception) -> Response:
-    """The answer to a fault of ours."""
-    return error_response(500, f"{type(error).__name__}: {error}")
+def _fail(request: Request, error: Exception) -> Response:
+    """The answer to a fault of ours: its text is for the log, where paths and addresses may be."""
+    request_id = request.state.request_id
+    logger.error("request %s has failed by %s: %s", request_id, type(error).__name__, error)
+    return error_response(500, INTERNAL.format(request_id))
 
 
 @contextmanager
@@ -103,33 +108,51 @@ def mistakes() -> Iterator[None]:
         yield
     except (TypeError, ValueError, ImportError) as error:  # the last for a missing package
         raise RefusedError(400, str(error)) from error
+    except RecursionError as error:
+        raise RefusedError(400, "a field of the body is nested too deeply") from error
 
 
-class Turn:
-    """A request's place among those that wait, from its arrival to its first token."""
+class AdmissionSlot:
+    """A request's places among the sequences that wait, from its arrival to their first tokens.
+
+    A request is admitted while fewer wait than may, and waits with all its sequences: so those of
+    one request at most are beyond the bound, and none has too many ever to be admitted.
+    """
 
     def __init__(self, service: "Service") -> None:
-        if service.num_waiting >= service.max_waiting:
+        self._service, self._count = service, 0
+        self.resize(1)  # until its body is read
+
+    def resize(self, count: int) -> None:
+        """Wait with so many sequences.
+
+        Raises:
+            RefusedError: too many others wait.
+        """
+        service = self._service
+        others = service.num_waiting - self._count
+        if others >= service.max_waiting:
             service.metrics.num_refused += 1
-            raise RefusedError(429, f"{service.num_waiting} requests wait already: try again later")
-        self._service, self._waits = service, True
-        service.num_waiting += 1
+            raise RefusedError(429, f"{others} sequences wait already: try again later")
+        service.num_waiting, self._count = others + count, count
+
+    def release(self, count: int) -> None:
+        """Wait with fewer: so many have their first tokens."""
+        self._service.num_waiting -= count
+        self._count -= count
 
     def end(self) -> None:
         """Wait no longer. May be called again."""
-        self._service.num_waiting -= self._waits
-        self._waits = False
+        self.release(self._count)
 
 
 class Service:
     """The methods that answer. Arguments are those of `make_app`.
 
     Attributes:
-        num_waiting: requests without a first token.
+        num_waiting: sequences without a first token.
         metrics: counters of what was answered.
     """
-
-    guard: Guard
 
     def __init__(
         self, llm: AsyncLLM, names: Sequence[str], max_waiting: int, interval: int
@@ -151,7 +174,7 @@ class Service:
         return await self._generate(request, is_chat=False)
 
     async def _generate(self, request: Request, *, is_chat: bool) -> Response:
-        turn, streams = Turn(self), False
+        slot, streams = AdmissionSlot(self), False
         try:
             body = await self._body(request)
             request_id = body.pop("request_id", None) or request.state.request_id
@@ -164,20 +187,21 @@ class Service:
                 ask = await read_ask(
                     self._llm, self._tokenizer, body, is_chat=is_chat, interval=self._interval
                 )
+            slot.resize(len(ask.prompts) * ask.params.n)
             answer = Answer(ask, self._names[0], request_id, self._tokenizer)
             if not ask.streams:
-                outputs = await _all([self._whole(prompt, ask, turn) for prompt in ask.prompts])
+                outputs = await _all([self._whole(prompt, ask, slot) for prompt in ask.prompts])
                 return _json(answer.whole(outputs))
-            events = self._events(ask, answer, turn)
+            events = self._events(ask, answer, slot)
             first = await anext(events)
             streams = True
-            return Events(first, events)
+            return Events(first, events, request.state.request_id)
         finally:
             if not streams:
-                turn.end()
+                slot.end()
 
     async def _outputs(
-        self, prompt: Any, ask: Ask, turn: Turn
+        self, prompt: Any, ask: Ask, slot: AdmissionSlot
     ) -> AsyncGenerator[RequestOutput, None]:
         """New output of a prompt; all after the first at the end, if the answer is not a stream."""
         interval = ask.interval if ask.streams else sys.maxsize
@@ -186,10 +210,14 @@ class Service:
             async with aclosing(news) as outputs:
                 with mistakes():  # which are found before there is any output
                     output = await anext(outputs)
-                turn.end()
+                slot.release(ask.params.n)
                 while True:
                     self.metrics.count(output, ask.params)
                     if output.error is not None:
+                        # Images are read late, so the mistake in one comes as an output. Like any
+                        # other it begins with what it is about, and there is no completion.
+                        if output.error.startswith("`") and not output.outputs:
+                            raise RefusedError(400, output.error)
                         raise RuntimeError(output.error)
                     yield output
                     if output.finished:
@@ -199,16 +227,18 @@ class Service:
             self.metrics.count_abort()
             raise
 
-    async def _whole(self, prompt: Any, ask: Ask, turn: Turn) -> RequestOutput:
+    async def _whole(self, prompt: Any, ask: Ask, slot: AdmissionSlot) -> RequestOutput:
         news = News()
-        async with aclosing(self._outputs(prompt, ask, turn)) as outputs:
+        async with aclosing(self._outputs(prompt, ask, slot)) as outputs:
             async for output in outputs:
                 news.add(output)
         return news.take()
 
-    async def _events(self, ask: Ask, answer: Answer, turn: Turn) -> AsyncGenerator[str, None]:
+    async def _events(
+        self, ask: Ask, answer: Answer, slot: AdmissionSlot
+    ) -> AsyncGenerator[str, None]:
         """The events of a stream; some come together."""
-        generators = [self._outputs(prompt, ask, turn) for prompt in ask.prompts]
+        generators = [self._outputs(prompt, ask, slot) for prompt in ask.prompts]
         try:
             if len(generators) == 1:
                 async with aclosing(generators[0]) as outputs:
@@ -222,13 +252,13 @@ class Service:
                             yield events
             yield answer.end()
         finally:
-            turn.end()
+            slot.end()
 
     # -- vectors and tokens -----------------------------------------------------------------------
 
     async def embed(self, request: Request) -> Response:
         """`/v1/embeddings`."""
-        turn = Turn(self)
+        slot = AdmissionSlot(self)
         try:
             body = await self._body(request)
             with mistakes():
@@ -241,9 +271,11 @@ class Service:
                 if given is None:
                     raise ValueError("`input` must be given, got none")
                 prompts = await encode_prompts(self._tokenizer, given, "input")
+            slot.resize(len(prompts))
+            with mistakes():
                 outputs = await _all([self._llm.embed(prompt) for prompt in prompts])
         finally:
-            turn.end()
+            slot.end()
         data, num_tokens = [], 0
         for index, output in enumerate(outputs):
             vector: Any = output.outputs.embedding
@@ -309,9 +341,7 @@ class Service:
         return {**own, "max_model_len": self._llm.max_model_len}
 
     async def health(self, _: Request) -> Response:
-        """`/health`: 200 while requests can be served."""
-        if self.guard.is_draining:
-            return error_response(503, ENDING)
+        """`/health`: 200 while the engine can compute."""
         try:
             await self._llm.check_health()
         except RuntimeError as error:
@@ -358,12 +388,13 @@ class Events(Response):
     Args:
         first: events that are there.
         rest: generator of those that follow.
+        request_id: id of the request.
     """
 
-    def __init__(self, first: str, rest: AsyncGenerator[str, None]) -> None:
+    def __init__(self, first: str, rest: AsyncGenerator[str, None], request_id: str) -> None:
         super().__init__(media_type="text/event-stream", headers=EVENT_HEADERS)
         del self.headers["content-length"]
-        self._first, self._rest = first, rest
+        self._first, self._rest, self._request_id = first, rest, request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them."""
@@ -378,10 +409,11 @@ class Events(Response):
             try:
                 async for events in rest:
                     await write(events)
-            except Exception as error:  # the status is sent: what is left to say is said here
-                logger.exception("a stream has ended by an error")
-                body = error_body(500, f"{type(error).__name__}: {error}")
-                await write(f"data: {dumps(body)}\n\n{DONE}")
+            except RefusedError as refused:  # by the mistake in another prompt
+                await write(last_events(refused.status, str(refused)))
+            except Exception:  # the status is sent: what is left to say is said here
+                logger.exception("the stream of request %s has ended by an error", self._request_id)
+                await write(last_events(500, INTERNAL.format(self._request_id)))
         await write("", more=False)
 
 
@@ -413,23 +445,21 @@ async def _merge(
     generators: Sequence[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
     """The items of generators with their numbers, as they come."""
-    found: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue(maxsize=len(generators))
+    found: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
+    room = asyncio.Semaphore(len(generators))  # bounds the items, so that the end always fits
 
     async def put_all(number: int, generator: AsyncGenerator[T, None]) -> None:
         async with aclosing(generator) as items:
             async for item in items:
-                await found.put((number, item))
+                await room.acquire()
+                found.put_nowait((number, item))
 
-    async def put() -> None:
-        try:
-            await _all([put_all(*each) for each in enumerate(generators)])
-        finally:
-            await found.put(None)
-
-    work = asyncio.ensure_future(put())
+    work = asyncio.ensure_future(_all([put_all(*each) for each in enumerate(generators)]))
+    work.add_done_callback(lambda _: found.put_nowait(None))
     try:
         while (item := await found.get()) is not None:
             yield item
+            room.release()
         await work
     finally:
         work.cancel()

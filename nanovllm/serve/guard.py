@@ -8,24 +8,34 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.openai.answers import DONE, dumps
+
 MAX_BODY = 32 << 20  # bytes
+MAX_BODIES = 256 << 20  # bytes, of all that are read at a time
+READ_SECONDS = 120.0  # for a body to come
 OPEN_PATHS = ("/health",)  # need no key
-DRAINING_PATHS = ("/health", "/metrics")  # answer while the server drains
+DRAINING_PATHS = ("/metrics",)  # answer while the server drains
 ENDING = "the server is about to end"
+TOO_LARGE = "a body must have at most {:,} bytes"
 RETRY_SECONDS = 1
 MAX_MESSAGE = 1000  # characters
 REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 NAMES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
@@ -57,9 +67,14 @@ def error_response(status: int, message: str) -> JSONResponse:
         headers["Retry-After"] = str(RETRY_SECONDS)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if status in (413, 503):
+    if status in (408, 413, 503):
         headers["Connection"] = "close"
     return JSONResponse(error_body(status, message), status, headers)
+
+
+def last_events(status: int, message: str) -> str:
+    """An error as the end of a stream of events."""
+    return f"data: {dumps(error_body(status, message))}\n\n{DONE}"
 
 
 class Guard:
@@ -68,14 +83,18 @@ class Guard:
     Args:
         app: application; its requests have their whole body at once, and `state.request_id`.
         keys: keys of which a request must have one; none: it needs none.
+        hosts: names by which a request may call the server in its header `Host`, with any port;
+            none: any. Without keys they keep out web pages of others, whose own name may be made to
+            lead to this machine.
 
     Attributes:
         is_draining: whether new requests are refused.
         num_open: requests that have no whole answer yet.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, keys: Sequence[str], hosts: Collection[str] = ()) -> None:
+        self._app, self._hosts = app, {host.lower() for host in hosts}
+        self._num_bytes = 0  # of bodies that are read
         self._digests = [_digest(key.encode(errors="surrogateescape")) for key in keys]
         self.is_draining, self.num_open = False, 0
         self._watches: set[asyncio.Future[None]] = set()  # of clients with open requests
@@ -90,13 +109,17 @@ class Guard:
         if not REQUEST_ID.fullmatch(own_id):
             own_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = own_id
-        has_begun = False
+        has_begun = is_stream = has_ended = False
 
         async def send_id(message: Message) -> None:
-            nonlocal has_begun
+            nonlocal has_begun, is_stream, has_ended
             if message["type"] == "http.response.start":
                 has_begun = True
+                kind = Headers(raw=message["headers"]).get("content-type", "")
+                is_stream = kind.startswith("text/event-stream")
                 message["headers"] = [*message["headers"], (b"x-request-id", own_id.encode())]
+            else:
+                has_ended = not message.get("more_body", False)
             await send(message)
 
         self.num_open += 1
@@ -107,6 +130,9 @@ class Guard:
         except RefusedError as refused:
             if not has_begun:
                 await error_response(refused.status, str(refused))(scope, receive, send_id)
+            elif is_stream and not has_ended:
+                events = last_events(refused.status, str(refused)).encode()
+                await send_id({"type": "http.response.body", "body": events, "more_body": False})
         finally:
             self.num_open -= 1
 
@@ -118,6 +144,28 @@ class Guard:
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
         """The body of a request that may pass; None if its client has gone."""
         path = scope["path"]
+        self._check_host(headers)
+        self._check_key(path, headers)
+        if self.is_draining and path not in DRAINING_PATHS:
+            raise RefusedError(503, ENDING)
+        if scope["method"] in ("GET", "HEAD") or path in OPEN_PATHS:
+            return b""  # whatever comes is left unread
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > MAX_BODY:
+            raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
+        try:
+            return await asyncio.wait_for(self._read(receive), READ_SECONDS)
+        except asyncio.TimeoutError:  # another class than TimeoutError in Python 3.10
+            raise RefusedError(408, f"a body must come within {READ_SECONDS:g} seconds") from None
+
+    def _check_host(self, headers: Headers) -> None:
+        host = headers.get("host", "").lower()
+        name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+        if self._hosts and name not in self._hosts:
+            known = ", ".join(sorted(self._hosts))
+            raise RefusedError(403, f"the header `Host` must be one of {known}, got {name!r}")
+
+    def _check_key(self, path: str, headers: Headers) -> None:
         if self._digests and path not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
             digest = _digest(key.strip().encode("latin-1"))
@@ -126,22 +174,26 @@ class Guard:
                 raise RefusedError(
                     401, "the header `Authorization` must be `Bearer` and a valid key"
                 )
-        if self.is_draining and path not in DRAINING_PATHS:
-            raise RefusedError(503, ENDING)
-        too_large = RefusedError(413, f"a body must have at most {MAX_BODY:,} bytes")
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > MAX_BODY:
-            raise too_large
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """A body; None if its client has gone."""
         body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > MAX_BODY:
-                raise too_large
-            if not message.get("more_body", False):
-                return bytes(body)
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                part = message.get("body", b"")
+                body += part
+                self._num_bytes += len(part)
+                if len(body) > MAX_BODY:
+                    raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
+                if self._num_bytes > MAX_BODIES:
+                    raise RefusedError(503, "too many bodies come at a time: try again later")
+                if not message.get("more_body", False):
+                    return bytes(body)
+        finally:
+            self._num_bytes -= len(body)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
         """Run the application, and cancel it when the client goes. Returns whether it could go on

@@ -10,6 +10,7 @@ import logging
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable
 from decimal import Decimal
 from types import MappingProxyType
@@ -669,3 +670,30 @@ def test_threads_compile_side_by_side(monkeypatch):
         in_threads(6, work)
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("kind", ["rules", "references"])
+def test_deep_forms_are_compiled_in_a_thread_of_a_small_stack(kind):
+    """The library reads them by recursion: on a usual stack the process would end."""
+    chained = range(5000)
+    if kind == "rules":
+        lines = ["start: r0", *(f"r{i}: r{i + 1}" for i in chained), 'r5000: "a"']
+        form = {"grammar": "\n".join(lines)}
+    else:
+        refs = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in chained}
+        form = {"json": {"$ref": "#/$defs/d0", "$defs": {**refs, "d5000": {"const": "a"}}}}
+    before = threading.stack_size()
+    threads = [threading.Thread(target=lambda: made.append(new("tiny", **form))) for _ in range(2)]
+    made: list[Grammar] = []
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert threading.stack_size() == before
+    texts = [bytes([token]) for token in allowed("tiny", made[0])]
+    assert len(made) == 2 and texts == ([b"a"] if kind == "rules" else [b'"'])
+
+
+def test_the_longest_form_has_a_bound():
+    with pytest.raises(ValueError, match="at most 1,048,576"):
+        new("tiny", grammar="a" * (1 << 20) + "a")

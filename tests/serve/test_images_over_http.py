@@ -135,3 +135,17 @@ def test_hosts_are_asked_where_the_server_was_started_with_their_names(model: Pa
             response = answer(url)
             assert response.status_code == 400, response.text
             assert len(host.asked) - before == url.startswith(host.url(""))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_image_that_breaks_off_is_a_mistake(model: Path, streams: bool) -> None:
+    """It is found out when the image is read, after the request is queued."""
+    data = base64.b64decode(data_url(1).partition(",")[2])
+    url = f"data:image/png;base64,{base64.b64encode(data[: len(data) // 2]).decode()}"
+    body = {"messages": conversation(url), "max_tokens": 1, "stream": streams}
+    with serving(model) as place:
+        answer = place.post("/v1/chat/completions", body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["type"] == "BadRequestError"
+        whole = {**body, "messages": conversation(data_url(1))}
+        assert place.post("/v1/chat/completions", whole).status_code == 200

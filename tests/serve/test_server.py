@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import queue
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 from http_server import ASK, JSON, PATIENCE, httpx, serving
@@ -23,13 +25,21 @@ from checkpoints import rare
 from nanovllm import LLM
 from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
+from nanovllm.cli.serve import names_of
+from nanovllm.openai import asks
+from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.serve import guard
+from nanovllm.serve.app import AdmissionSlot, _merge
+from nanovllm.serve.guard import RefusedError
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
 
 ENGINE_VALUES = [key for known in (COUNTERS, GAUGES) for key, _ in known.values()]
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 CHAT = "/v1/chat/completions"
 POSTS = [CHAT, "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
+NESTED = b'{"messages": [], "max_tokens": %b1%b}' % (b"[" * 900, b"]" * 900)
+LOGPROBS = {"logprobs": True, "top_logprobs": 20}
+IGNORED = {"verbosity": "medium", "prompt_cache_retention": "24h", "service_tier": "auto"}
 GETS = ["/v1/models", "/v1/models/tiny", "/version", "/metrics"]
 
 
@@ -75,13 +85,16 @@ class Steps:
 # -- clients that go ------------------------------------------------------------------------------
 
 
-def raw_request(place, body, path=CHAT):
-    """A connection that has asked."""
+def raw_request(place, body, path=CHAT, *, whole=True):
+    """A connection that has asked; but for the end of the body, if that is not whole."""
     host, port = place.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    connection.sendall(
+        f"{head}Content-Length: {len(content)}\r\n\r\n".encode()
+        + content[: len(content) - (not whole)]
+    )
     return connection
 
 
@@ -160,6 +173,48 @@ def kill_hundred(place):
     assert answer["choices"][0]["message"]["content"] == "472"
 
 
+def test_a_stream_of_several_prompts_ends_while_news_wait_for_its_reader():
+    """Whose client has gone: its generators end, though there is no room for what they have."""
+    begun, ended = [], []
+
+    async def counting(number):
+        try:
+            for i in range(100):
+                begun.append((number, i))
+                yield i
+        finally:
+            ended.append(number)
+
+    async def read_one():
+        merged = _merge([counting(number) for number in range(3)])
+        await anext(merged)
+        while len(begun) < 6:  # all have more than fits
+            await asyncio.sleep(0)
+        await asyncio.wait_for(merged.aclose(), PATIENCE)
+
+    asyncio.run(read_one())
+    assert sorted(ended) == [0, 1, 2]
+    assert len(begun) < 12, "who reads nothing is waited for"
+
+
+def test_merged_items_are_those_of_the_generators():
+    async def items(number):
+        for i in range(number):
+            await asyncio.sleep(0)
+            yield i
+        if number == 3:
+            raise RuntimeError("of the third")
+
+    async def read_all():
+        found = []
+        with pytest.raises(RuntimeError, match="of the third"):
+            async for item in _merge([items(number) for number in (2, 3)]):
+                found.append(item)
+        return found
+
+    assert sorted(asyncio.run(read_all())) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+
+
 def test_too_many_that_wait_are_refused(monkeypatch):
     """At once, with the time after which to come again. One that has its first token waits not."""
     with serving(max_waiting=2, overlap=False) as place, ThreadPoolExecutor(3) as pool:
@@ -183,7 +238,71 @@ def test_too_many_that_wait_are_refused(monkeypatch):
         )
 
 
+def test_nobody_waits_for_the_form_of_another(monkeypatch):
+    """Which is not compiled in the engine's thread."""
+    begun, may_end, compile_form = threading.Event(), threading.Event(), GrammarCompiler.compile
+
+    def compiling(self, params, *rest):
+        begun.set()
+        assert may_end.wait(PATIENCE)
+        return compile_form(self, params, *rest)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compiling)
+    pytest.importorskip("llguidance")
+    with serving() as place, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "a", "structured_outputs": {"regex": "b{3}"}}
+        slow = pool.submit(place.post, "/v1/completions", body)
+        try:
+            assert begun.wait(PATIENCE)
+            assert place.get("/health").status_code == 200
+            answer = place.post(CHAT, {"messages": ASK, "temperature": 0}).json()
+            assert answer["choices"][0]["message"]["content"] == "472"
+        finally:
+            may_end.set()
+        assert slow.result(PATIENCE).json()["choices"][0]["text"] == "bbb"
+
+
 # -- keys and bounds ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_every_sequence_of_a_request_waits(streams, monkeypatch):
+    """Until the first token of its prompt; and one request may have more than may wait."""
+    with (
+        serving(max_waiting=3, overlap=False, max_num_seqs=2) as place,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        steps = Steps(monkeypatch)
+        body = {"prompt": ["ab", "cd"], "n": 2, "max_tokens": 3, "ignore_eos": True, "seed": 1}
+        several = pool.submit(place.post, "/v1/completions", {**body, "stream": streams})
+        steps.wait()
+        one = {"prompt": "a", "max_tokens": 1}
+        refused = place.post("/v1/completions", one)
+        assert refused.status_code == 429 and "4 sequences wait" in refused.text
+        steps.let(1)  # the first prompt has its first tokens
+        steps.wait()
+        steps.let_any()
+        assert several.result(PATIENCE).status_code == 200
+        assert place.post("/v1/completions", {**one, "n": 3, "seed": 1}).status_code == 200
+        assert place.post("/v1/completions", one).status_code == 200
+
+
+def test_a_place_is_given_back_for_each_prompt():
+    service = Mock(num_waiting=0, max_waiting=3, metrics=Mock(num_refused=0))
+    slot = AdmissionSlot(service)
+    slot.resize(6)
+    with pytest.raises(RefusedError, match="6 sequences wait"):
+        AdmissionSlot(service)
+    slot.release(2)
+    with pytest.raises(RefusedError, match="4 sequences wait"):
+        AdmissionSlot(service)
+    slot.release(2)
+    other = AdmissionSlot(service)
+    slot.end()
+    slot.end()
+    assert service.num_waiting == 1
+    other.end()
+    assert service.num_waiting == 0
 
 
 def test_a_key_opens_everything_and_health_needs_none():
@@ -225,6 +344,52 @@ def test_bodies_are_bounded(place, monkeypatch):
     assert place.post(CHAT, {"messages": ASK, "max_tokens": 1}).status_code == 200
 
 
+def test_health_reads_no_body():
+    """Which anyone may send, without a key."""
+    with serving(keys=["k"]) as place:
+        for method, path in (("GET", "/health"), ("POST", "/health"), ("GET", "/version")):
+            connection = http.client.HTTPConnection(place.url.removeprefix("http://"), timeout=60)
+            connection.putrequest(method, path)
+            connection.putheader("Authorization", "Bearer k")
+            connection.putheader("Content-Length", str(1 << 20))
+            connection.endheaders(b"x")  # the rest never comes
+            answer = connection.getresponse()
+            assert answer.status == (405 if method == "POST" else 200)
+            if method == "POST":
+                assert {*answer.getheader("allow").split(", ")} == {"GET", "HEAD"}
+            connection.close()
+
+
+def test_bodies_share_a_bound_and_have_a_time(place, monkeypatch):
+    monkeypatch.setattr(guard, "MAX_BODIES", 1000)
+    slow = raw_request(place, {"messages": ASK}, whole=False)
+    while not place.app._num_bytes:
+        assert place.get("/version").status_code == 200
+    answer = httpx.post(place.url + CHAT, content=b"x" * 1000, headers=JSON, timeout=PATIENCE)
+    assert answer.status_code == 503 and "retry-after" in answer.headers
+    slow.close()
+    while place.app._num_bytes:
+        assert place.get("/version").status_code == 200
+    monkeypatch.setattr(guard, "READ_SECONDS", 0.01)
+    slow = raw_request(place, {"messages": ASK}, whole=False)
+    assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+    slow.close()
+    assert not place.app._num_bytes
+
+
+def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
+    """A page may have its own name resolved to this machine: then it is of the same origin."""
+    with serving(hosts=names_of("127.0.0.1")) as place:
+        for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]", "[::1]:80"):
+            assert place.get("/v1/models", headers={"Host": host}).status_code == 200
+        for host in ("evil.com", "evil.com:8000", "localhost.evil.com", "[::2]:80", "1.2.3.4"):
+            for path in ("/v1/models", "/health"):
+                answer = place.get(path, headers={"Host": host})
+                assert answer.status_code == 403
+                assert "`Host` must be one of" in answer.json()["error"]["message"]
+    assert names_of("::1")[-1] == "[::1]" and names_of("0.0.0.0") == ()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
@@ -232,12 +397,18 @@ def test_bodies_are_bounded(place, monkeypatch):
         (CHAT, b"[" * 100_000, 400, "the body must be JSON"),
         (CHAT, b'{"temperature": NaN}', 400, "NaN is not a JSON number"),
         (CHAT, b"\xff", 400, "the body must be JSON"),
+        (CHAT, NESTED, 400, "`max_tokens` must be|nested too deeply"),
         (CHAT, b"[]", 400, "must be an object"),
         ("/v1/completions", {}, 400, "`prompt` must be given"),
         ("/v1/completions", {"prompt": []}, 400, "at least one token"),
         ("/v1/completions", {"prompt": ["a"] * 2049}, 400, "at most 2048 prompts"),
         ("/v1/completions", {"prompt": ["a"] * 20, "n": 120, "temperature": 1}, 400, "`n` must be"),
         ("/v1/completions", {"prompt": "a", "stop": ["x"] * 65}, 400, "at most 64 strings"),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["x"] * 1025}, 400, "at most 1024 str"),
+        (CHAT, {"messages": ASK, "allowed_token_ids": [1] * 262_145}, 400, "at most 262144 token"),
+        (CHAT, {"messages": ASK, "n": 128, "temperature": 1, **LOGPROBS}, 400, "got 1,376,256"),
+        (CHAT, {"messages": ASK, "verbosity": "high"}, 400, "`verbosity` 'high' is not"),
+        (CHAT, {"messages": ASK, "max_tokens": 1, **IGNORED}, 200, ""),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "lone surrogates"),
         ("/v1/completions", {"prompt": "a", "\ud800x": 1}, 400, "`?x` is not supported"),
         ("/v1/completions", {"prompt": "a", "request_id": "\ud800"}, 400, "`request_id` must be"),
@@ -247,9 +418,15 @@ def test_bodies_are_bounded(place, monkeypatch):
         ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex"),
         (
             "/v1/completions",
-            {"prompt": "a", "structured_outputs": {"regex": "a" * 300_000}},
+            {"prompt": "a", "structured_outputs": {"regex": "a" * 16_385}},
             400,
-            "at most 262,144 characters",
+            "at most 16,384 characters",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "structured_outputs": {"grammar": "a" * 65_537}},
+            400,
+            "at most 65,536 characters",
         ),
         ("/v1/embeddings", {"input": "a", "dimensions": 3}, 400, "`dimensions` 3 is not"),
         ("/v1/embeddings", {"input": "a", "x": 3}, 400, "`x` is not supported for /v1/embeddings"),
@@ -261,12 +438,14 @@ def test_bodies_are_bounded(place, monkeypatch):
         ("/health", {}, 405, "Method Not Allowed"),
     ],
 )
-def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place):
+def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place, monkeypatch):
+    monkeypatch.setattr(asks, "MAX_LOGPROBS", 1 << 20)  # what one choice of this model is below
     if "regex" in str(body):
         pytest.importorskip("llguidance")
     answer = place.post(path, body)
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
-    assert says in answer.json()["error"]["message"]
+    message = answer.json().get("error", {}).get("message", "")
+    assert any(each in message for each in says.split("|"))
 
 
 def test_web_pages_of_others_cannot_ask(place):
@@ -431,7 +610,10 @@ def test_health_says_when_the_engine_is_dead(monkeypatch):
         assert place.get("/health").content == b""
         asyncio.run(place.llm._call(LLM.exit))  # as by an error that closes it
         assert place.get("/health").status_code == 503
-        assert place.post(CHAT, {"messages": ASK}).status_code == 500
+        answer = place.post(CHAT, {"messages": ASK}, **{"X-Request-Id": "mine"})
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 500 and "internal error" in message and "mine" in message
+        assert "RuntimeError" not in message and "closed" not in message
 
 
 def test_a_server_that_drains_refuses_and_ends_when_all_have_answers(monkeypatch):
@@ -449,7 +631,7 @@ def test_a_server_that_drains_refuses_and_ends_when_all_have_answers(monkeypatch
 
 
 def test_after_the_grace_open_requests_end(monkeypatch):
-    """One without an answer is told; a stream that has begun breaks off."""
+    """One without an answer is told, and so is a stream that has begun, by its last events."""
     with serving(overlap=False, grace=0.0) as place, ThreadPoolExecutor(2) as pool:
         steps = Steps(monkeypatch)
         stream = raw_request(place, {"messages": ASK, "stream": True, **LONG})
@@ -465,7 +647,10 @@ def test_after_the_grace_open_requests_end(monkeypatch):
         said = b""
         while piece := stream.recv(1 << 16):
             said += piece
-        assert b"[DONE]" not in said
+        events = re.findall(r"^data: (.*)", said.decode(), re.M)
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["error"]["code"] == 503
+        assert said.endswith(b"0\r\n\r\n"), "the answer is whole by the rules of HTTP"
         stream.close()
         steps.let_any()
 

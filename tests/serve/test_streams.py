@@ -137,8 +137,8 @@ def test_an_error_in_a_stream(place, monkeypatch):
     found = stream(place, "/v1/chat/completions", {"messages": ASK})
     monkeypatch.undo()
     error = (
-        '{"error":{"message":"RuntimeError: out of order","type":"InternalServerError",'
-        '"param":null,"code":500}}'
+        '{"error":{"message":"internal error: the log of the server has more about request r",'
+        '"type":"InternalServerError","param":null,"code":500}}'
     )
     assert found.endswith(f"data: {error}\n\ndata: [DONE]\n\n")
     assert found.startswith('data: {"id"')
