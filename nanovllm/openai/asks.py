@@ -17,6 +17,7 @@ from nanovllm.openai.calls import (
     OPEN_THOUGHT,
     THINK_END,
     calls_form,
+    cut_calls_as_text,
     reasoning_rule,
     with_reasoning,
 )
@@ -234,7 +235,10 @@ async def _read_chat(llm: AsyncLLM, tokenizer: Any, body: dict[str, Any], ask: A
         if isinstance(given, dict):  # else it is refused
             options["chat_template_kwargs"] = {"reasoning_effort": effort, **given}
     shown = None if choice == "none" else tools or None
-    prompt = await llm.render(own.messages, tools=shown, **options)
+    messages: Any = own.messages
+    if isinstance(messages, list):  # else it is refused
+        messages = cut_calls_as_text(messages)
+    prompt = await llm.render(messages, tools=shown, **options)
     ask.prompts = [prompt]
     thinks = ""
     if THINK_END in str(getattr(tokenizer, "chat_template", "")):

@@ -184,6 +184,42 @@ def _whole_call(text: str) -> list[Piece] | None:
     return [Piece("call", call["name"]), Piece("arguments", said)]
 
 
+def cut_calls_as_text(messages: Sequence[Any]) -> list[Any]:
+    """Messages in which a call whose arguments break off, as max_tokens leaves it, is the text that
+    the model wrote: a template could not show it otherwise. What is no message stays for the check.
+    """
+    return [_cut_calls_as_text(message) for message in messages]
+
+
+def _cut_calls_as_text(message: Any) -> Any:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list) or not isinstance(message.get("content") or "", str):
+        return message
+    cut = [call["function"] for call in calls if _is_cut(call)]
+    if not cut:
+        return message
+    texts = [message["content"]] if message.get("content") else []
+    for function in cut:
+        name = json.dumps(function["name"], ensure_ascii=False)
+        texts.append(f'{CALL}\n{{"name": {name}, "arguments": {function["arguments"]}')
+    whole = [call for call in calls if not _is_cut(call)]
+    return {**message, "content": "\n".join(texts), "tool_calls": whole or None}
+
+
+def _is_cut(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str) or not arguments.lstrip().startswith("{"):
+        return False
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return True
+    return False
+
+
 def calls_form(tools: Sequence[Any], *, several: bool, thinks: str) -> str:
     """The form of an answer that calls these tools, in llguidance's dialect of Lark.
 

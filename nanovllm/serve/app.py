@@ -107,7 +107,7 @@ def mistakes() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, ImportError) as error:  # the last for a missing package
-        raise RefusedError(400, str(error)) from error
+        raise RefusedError(400, str(error).replace("`sampling_params.", "`")) from error
     except RecursionError as error:
         raise RefusedError(400, "a field of the body is nested too deeply") from error
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.openai.calls import Splitter
+from nanovllm.openai.calls import Splitter, cut_calls_as_text
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 KINDS = [(False, False, True), (True, False, True), (True, True, True), (True, False, False)]
@@ -116,3 +116,24 @@ def test_every_call_that_is_written_is_read(arguments, ascii_only, before):
     content, reasoning, [[name, found]] = read([*text, ""])
     assert (content, reasoning, name) == (before.rstrip("\n"), "", "f")
     assert json.loads(found) == arguments
+
+
+def test_a_call_that_was_cut_is_text_again():
+    """As the model wrote it; other calls, and mistakes, stay."""
+    text = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"x": "a'
+    splitter = Splitter(may_reason=False, is_reasoning=False, may_call=True)
+    pieces = splitter.feed(text, is_end=True)
+    assert [piece.kind for piece in pieces] == ["content", "call", "arguments"]
+    content, name, arguments = (piece.text for piece in pieces)
+    cut = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    whole = {"type": "function", "function": {"name": "g", "arguments": "{}"}}
+    message = {"role": "assistant", "content": content, "tool_calls": [whole, cut]}
+    found = cut_calls_as_text([message, {**message, "tool_calls": [cut]}, "x"])
+    assert found == [
+        {**message, "content": text, "tool_calls": [whole]},
+        {**message, "content": text, "tool_calls": None},
+        "x",
+    ]
+    for calls in ([whole], ["x"], [{"function": {"name": "f", "arguments": "no"}}], None):
+        other = {**message, "tool_calls": calls}
+        assert cut_calls_as_text([other]) == [other]

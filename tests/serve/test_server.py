@@ -40,6 +40,10 @@ POSTS = [CHAT, "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
 NESTED = b'{"messages": [], "max_tokens": %b1%b}' % (b"[" * 900, b"]" * 900)
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 IGNORED = {"verbosity": "medium", "prompt_cache_retention": "24h", "service_tier": "auto"}
+CUT = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": "'}}],
+}
 GETS = ["/v1/models", "/v1/models/tiny", "/version", "/metrics"]
 
 
@@ -407,6 +411,8 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         ("/v1/completions", {"prompt": "a", "bad_words": ["x"] * 1025}, 400, "at most 1024 str"),
         (CHAT, {"messages": ASK, "allowed_token_ids": [1] * 262_145}, 400, "at most 262144 token"),
         (CHAT, {"messages": ASK, "n": 128, "temperature": 1, **LOGPROBS}, 400, "got 1,376,256"),
+        (CHAT, {"messages": ASK, "stop_token_ids": [9999]}, 400, "`stop_token_ids` must"),
+        (CHAT, {"messages": [*ASK, CUT, *ASK], "max_tokens": 1}, 200, ""),
         (CHAT, {"messages": ASK, "verbosity": "high"}, 400, "`verbosity` 'high' is not"),
         (CHAT, {"messages": ASK, "max_tokens": 1, **IGNORED}, 200, ""),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "lone surrogates"),
