@@ -553,7 +553,8 @@ def test_models_by_kernels(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     options = {**SMALL, "attention_backend": "triton", "dtype": "float16", **more}
     # Layers with a state begin at a snapshot behind 64 tokens.
     lengths, shared = ((15, 13), 64) if name in ("qwen3.5", "lfm2") else ((4, 13), 17)
-    work = Workload(9, lengths, max_tokens=4, shared=shared)
+    max_tokens = 4 if name == "qwen3" else 6  # enough to be preempted
+    work = Workload(9, lengths, max_tokens=max_tokens, shared=shared)
     ways = WAYS if name != "qwen3" else {way: WAYS[way] for way in ("batch", "chunks")}
     assert differences(path, work, {**options, "batch_invariant": True}, ways) == []
 
@@ -584,7 +585,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 # Kernels that have variants for numbers of rows: one sorts integers, the other multiplies single
 # numbers, of some rows or of all.
-HARMLESS = {"_sort_kernel", "_gate_heads_kernel"}
+# Tiles of the last two follow the rows on Hopper, with equal bits, as tests on a GPU see.
+HARMLESS = {"_sort_kernel", "_gate_heads_kernel", "_aligned_kernel", "_fixed_order_kernel"}
 
 
 @pytest.mark.slow
