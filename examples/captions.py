@@ -38,7 +38,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="of a caption (64)")
     parser.add_argument("--max-pixels", type=int, help="of a picture; larger ones are scaled down")
     args = parser.parse_args()
-
     if not args.folder.is_dir():
         parser.error(f"--folder must be a folder, got {args.folder}")
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
