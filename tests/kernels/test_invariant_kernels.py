@@ -597,7 +597,7 @@ def test_norms_that_are_divided_over_gpus_are_refused(tmp_path: Path) -> None:
         run("9.0", [job], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["fp8", *(rare(name) for name in ENGINES if name != "fp8")])
+@pytest.mark.parametrize("name", [rare(name) for name in ENGINES])
 def test_one_row_and_many_take_the_same_kernels(name: str, tmp_path: Path) -> None:
     """An engine on an absent H100 whose steps have one token, and one with thousands: all kernels
     of the second, with all constants, are those of the first. No library multiplies anything.
