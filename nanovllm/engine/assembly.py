@@ -135,7 +135,8 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         config: the engine's options.
         entrance: way in for its requests.
     """
-    pool, num_blocks, encoder = runner.built.pool, runner.built.num_blocks, runner.built.encoder
+    pool, num_blocks = runner.built.pool, runner.built.num_blocks
+    encoder = runner.built.encoder
     scheduler = Scheduler(
         _make_block_manager(config, pool, num_blocks),
         max_num_seqs=pool.max_num_seqs,

@@ -238,7 +238,8 @@ class Preparation:
     def _submit(self, job: _Job) -> None:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_threads, "images")  # images_0 ...
-        done, has_done, sized = self._done, self._has_done, job.sized
+        done, has_done = self._done, self._has_done
+        sized = job.sized
 
         def tell(future: Future[Prepared]) -> None:
             if not future.cancelled():
@@ -294,7 +295,8 @@ def _prepare(sized: SizedPicture, processor: ImageProcessor) -> Prepared:
     """Read and resize a picture, in a thread. Any error is that of the picture's requests."""
     from nanovllm.images.resizing import resize
 
-    began_at, image, error = time.perf_counter(), None, None
+    began_at = time.perf_counter()
+    image, error = None, None
     try:
         pixels = resize(sized.picture.read(), sized.height, sized.width, processor.resample)
         image = Image.of(pixels, processor.patch_size, sized.num_tokens)
