@@ -219,7 +219,7 @@ def differences(
                 found = [*zip(count, run(llm, count, **more), strict=True)]
             largest = min(llm.config.max_num_seqs, 2 * len(count)) if way == "batch" else 2
             happened = watch.happened(way, found, largest)
-        assert all(happened) if each else any(happened), "the way is pointless"
+        assert all(happened) if each else any(happened), f"{way}: it did not happen"
         same = all(bits(output) == wanted[i] for i, output in found)
         if way != "hits":
             same = same and all(prompt_bits(output) == of_prompts[i] for i, output in found)
