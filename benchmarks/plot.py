@@ -1,11 +1,12 @@
-"""Draw what `workloads.py` or `bench.py` saved beside vLLM, SGLang, nano-vLLM and the roofline.
+"""Draw what `workloads.py`, `bench.py` or `page.py` saved beside peers and the roofline.
 
     pip install -e ".[bench]"
     python benchmarks/workloads.py --dummy qwen3-0.6b --save results.jsonl
     python benchmarks/plot.py results.jsonl [--output docs/benchmarks.png]
 
 A panel for each model that both the files and `peers.json` have, with the workloads of `ROWS`; of
-several results for a workload the last counts. Bars are shares of the roofline, the figures are
+several results for a workload the last counts, and none with quantised weights or KV cache, which
+the peers were not measured with. Bars are shares of the roofline, the figures are
 those measured: our median, and of a peer that was measured several times its best.
 """
 
@@ -51,7 +52,12 @@ class Bar(NamedTuple):
 
 
 def results_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Workload -> result, of a line that `workloads.py` or `bench.py` saved."""
+    """Workload -> result, of a line that `workloads.py` or `bench.py` saved.
+
+    Empty for other benchmarks, and where weights or KV cache are quantised.
+    """
+    if record["quantization"] != "none" or record["kv_cache_dtype"] != record["dtype"]:
+        return {}
     if record["benchmark"] == "workloads":
         return record["results"]
     if record["benchmark"] != "bench" or record["num_seqs"] != FULL_BENCH:
@@ -65,7 +71,10 @@ def read_results(files: list[str], hardware: str) -> dict[str, dict[str, Any]]:
     models: dict[str, dict[str, Any]] = {}
     for file in files:
         for line in Path(file).read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+            entry = json.loads(line)
+            if "error" in entry:  # of page.py, which keeps a record beside its command
+                continue
+            record = entry.get("record", entry)
             results = results_of(record)
             if not results:
                 continue

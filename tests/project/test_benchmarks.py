@@ -831,7 +831,11 @@ def record_of(model: str, hardware: str = "NVIDIA H200") -> dict[str, Any]:
         "bench-0": {"median": 20000.0, "unit": "tok/s", "roofline_share": 0.5},
         "prefill": {"median": 0.5, "unit": "s", "roofline_share": 0.4},
     }
-    return {"benchmark": "workloads", "model": model, "hardware": hardware, "results": results}
+    record = {"benchmark": "workloads", "model": model, "hardware": hardware, "results": results}
+    return record | UNQUANTISED
+
+
+UNQUANTISED = {"quantization": "none", "dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
 
 
 def test_plot_draws_bars_to_scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -839,8 +843,12 @@ def test_plot_draws_bars_to_scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     file, picture = tmp_path / "results.jsonl", tmp_path / "picture.png"
     results = {"num_seqs": 256, "tok_per_s_median": 25000.0, "roofline_share": 0.6}
     own = {"benchmark": "bench", "model": "qwen3-0.6b", "hardware": "NVIDIA H200", "seed": 0}
-    others = [{"benchmark": "startup"}, {**own, **results, "num_seqs": 3}]  # not to be drawn
-    records = [record_of("qwen3-0.6b"), *others, {**own, **results}, record_of("qwen3-8b")]
+    own |= UNQUANTISED
+    # The last four are not to be drawn.
+    records = [record_of("qwen3-0.6b"), {**own, **results}, {"record": record_of("qwen3-8b")}]
+    records += [{"benchmark": "startup", **UNQUANTISED}, {**own, **results, "num_seqs": 3}]
+    records += [{**own, **results, "quantization": "fp8", "tok_per_s_median": 30000.0}]
+    records += [{"command": "python bench.py", "error": "failed with exit code 1"}]
     file.write_text("\n".join(map(json.dumps, records)))
     run(plot.main, monkeypatch, str(file), "--output", str(picture))
     assert plot.read_results([str(file)], "NVIDIA H200")["qwen3-0.6b"] == {
