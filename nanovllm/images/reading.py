@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.images.bounds import MAX_PIXELS, bounded
 from nanovllm.images.picture import NoPillowError, Picture, unwrap
 from nanovllm.images.urls import data_of_url, path_of_url, scheme, short
 
-MAX_PIXELS = 178_956_970  # of a picture: Pillow's own bound, twice its MAX_IMAGE_PIXELS
 EXIF_ORIENTATION = 0x0112
 SWAPPED = (5, 6, 7, 8)  # orientations that exchange height and width
 DEEP = ("I", "F")  # beginnings of Pillow's modes with more than 8 bits, cut off by a conversion
@@ -134,7 +134,7 @@ def _pillow(image: Any, name: str) -> Picture:
 
     def read() -> NDArray[np.uint8]:
         try:
-            with _lock_of(image):
+            with _lock_of(image), bounded():
                 image.load()  # reads its file, if it has not been read
             return _on_white(image)
         except BROKEN as error:
@@ -193,7 +193,7 @@ def _opened(file: Any, name: str, what: str) -> Iterator[Any]:
     try:
         Image.init()  # all plugins: at first it knows the five most frequent formats
         formats = [each for each in FORMATS if each in Image.OPEN]
-        with Image.open(file, formats=formats) as image:
+        with bounded(), Image.open(file, formats=formats) as image:
             yield image
     except Image.DecompressionBombError:
         raise ValueError(
