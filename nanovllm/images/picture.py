@@ -52,12 +52,14 @@ class SizedPicture:
         picture: the picture.
         height, width: size when it is resized.
         num_tokens: number of its placeholders.
+        least_tokens: number of them at the lowest `max_pixels`.
     """
 
     picture: Picture
     height: int
     width: int
     num_tokens: int
+    least_tokens: int
 
     @property
     def num_bytes(self) -> int:

@@ -142,7 +142,11 @@ def test_refusals_come_before_anything_runs(seeing: LLM, tmp_path: Path) -> None
         ({"multi_modal_data": {"image": A}}, "must have the keys `prompt` or"),
         (
             {"prompt": PICTURE * 3 + "a" * 120, "multi_modal_data": {"image": [LARGE] * 3}},
-            r"got 231 tokens \(\d+ of images\): lower max_pixels in mm_processor_kwargs",
+            r"got 231 tokens \(105 of images\): shorten the text, or raise max_model_len",
+        ),
+        (
+            {"prompt": PICTURE * 3 + "a" * 20, "multi_modal_data": {"image": [LARGE] * 3}},
+            r"got 131 tokens \(105 of images\): lower max_pixels in .*, shorten the text, or raise",
         ),
     ]
     steps = seeing.metrics()["num_steps"]
@@ -455,6 +459,18 @@ def test_a_model_that_does_not_see(path: Path, checkpoint: Path, tmp_path: Path)
         pytest.raises(ValueError, match="has no effect: Qwen3ForCausalLM does not see"),
     ):
         llm.generate([limits], GREEDY, use_tqdm=False)
+    options: dict[str, Any] = {
+        "limit_mm_per_prompt": {"image": {"count": 2}},
+        "mm_processor_kwargs": {"max_pixels": 4096},
+        "allowed_local_media_path": str(tmp_path),
+        "allowed_media_domains": ["a.org"],
+    }
+    for name, value in options.items():
+        with pytest.raises(ValueError, match=f"`{name}` must be left out .*Qwen3ForCausalLM does"):
+            LLM(checkpoint, **SMALL, **{name: value})
+    none: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0}, "mm_processor_kwargs": {}}
+    LLM(checkpoint, **SMALL, **none, language_model_only=True).exit()
+    LLM(checkpoint, **SMALL, **none).exit()
     lacking = shutil.copytree(path, tmp_path / "lacking")
     for name in ("preprocessor_config.json", "processor_config.json"):
         (lacking / name).unlink(missing_ok=True)

@@ -37,7 +37,7 @@ class Pictures:
                 raise error
             return np.full((8, 8, 3), len(name), np.uint8)
 
-        return SizedPicture(Picture(8, 8, name, read), 8, 8, 1)
+        return SizedPicture(Picture(8, 8, name, read), 8, 8, 1, 1)
 
     def has_begun(self, *names):
         with self.changed:
