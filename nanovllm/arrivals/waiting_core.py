@@ -173,6 +173,10 @@ class WaitingCore(Core[Any]):
                 [i for i in self._preparation.admitted if i not in self._core.requests]
             )
 
+    @property
+    def has_room(self) -> bool:
+        return self._preparation.has_room
+
     def is_idle(self) -> bool:
         """Whether no request is unfinished, and none waits to be taken by the caller."""
         self._drop_left()
@@ -242,7 +246,7 @@ class WaitingCore(Core[Any]):
             "num_images_prepared": counts.num_images_prepared,
             "num_images_failed": counts.num_images_failed,
             "image_seconds": counts.image_seconds,
-            "image_bytes": self._preparation.held_bytes,
+            "image_bytes": self._preparation.held_bytes + self._preparation.waiting_bytes,
         }
 
     # -- what callers read and set in the core behind ------------------------------------------

@@ -76,6 +76,11 @@ class Core(ABC, Generic[R]):
         for request in self.requests.values():
             request.weight_version = version
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for further requests: callers that can wait wait for it."""
+        return True
+
     def is_idle(self) -> bool:
         """Whether no request is unfinished, and none waits to be taken by the caller."""
         self._drop_left()

@@ -88,7 +88,7 @@ def open_picture(given: Any, name: str) -> Picture:
         return _encoded(bytes(given), name)
     kind = scheme(given) if isinstance(given, str) else ""
     if kind == "data":
-        return _encoded(data_of_url(given, name), name)
+        return _encoded(data_of_url(given, name), name, len(given))
     if kind in ("http", "https"):
         raise ValueError(
             f"`{name}` must be a picture, a path or a data URL, got {short(given)}: download it"
@@ -122,10 +122,12 @@ def _file(given: str | bytes, name: str) -> Picture:
     return Picture(*size, source, lambda: _load(path, size, OF_ROW, what))
 
 
-def _encoded(data: bytes, name: str) -> Picture:
+def _encoded(data: bytes, name: str, beside: int = 0) -> Picture:
+    """The picture in a file's bytes; `beside` is the memory of the text that these come from."""
     what = f"{len(data)} bytes"
     size = _peek(io.BytesIO(data), name, what)
-    return Picture(*size, data, lambda: _load(io.BytesIO(data), size, OF_ROW, what), len(data))
+    num_bytes = len(data) + beside
+    return Picture(*size, data, lambda: _load(io.BytesIO(data), size, OF_ROW, what), num_bytes)
 
 
 def _pillow(image: Any, name: str) -> Picture:
