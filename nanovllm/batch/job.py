@@ -1,9 +1,9 @@
 """`run`: rows in, results out, through an engine that always has enough to do.
 
-Only a window of rows is in the engine, twice as many as it runs at once, and fewer while pictures in
-them take up the memory that images may have: memory does not grow with the input. Rows are read,
-rendered and tokenised between steps, while the device computes: a few at a time, so that it does
-not wait for them, and more while the engine has fewer than it can run. Where messages may name
+Only a window of rows is in the engine, twice as many as it runs at once, and fewer while pictures
+in them take up the memory that images may have: memory does not grow with the input. Rows are
+read, rendered and tokenised between steps, while the device computes: a few at a time, so that it
+does not wait for them, and more while the engine has fewer than it can run. Where messages may name
 images of hosts, threads render them, and other rows pass meanwhile.
 """
 

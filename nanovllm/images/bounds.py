@@ -1,9 +1,9 @@
 """`bounded`: one bound on the pixels of pictures, in the place of Pillow's own two.
 
-Pillow warns of a picture above `Image.MAX_IMAGE_PIXELS` and refuses one above twice that. The number
-is the process's, and so are filters of warnings: whoever changes either in a thread changes it for
-the caller's threads, too. So the function by which Pillow compares is replaced by one that asks
-whose reading this is.
+Pillow warns of a picture above `Image.MAX_IMAGE_PIXELS` and refuses one above twice that. The
+number is the process's, and so are filters of warnings: whoever changes either in a thread changes
+it for the caller's threads, too. So the function by which Pillow compares is replaced by one that
+asks whose reading this is.
 """
 
 import threading
@@ -21,9 +21,9 @@ _lock = threading.Lock()
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Have Pillow raise `Image.DecompressionBombError` for pictures of more than `MAX_PIXELS` pixels
-    in this thread, and say nothing of others, whatever its own limit is. Other threads see nothing
-    of it.
+    """Have Pillow raise `Image.DecompressionBombError` in this thread for pictures of more than
+    `MAX_PIXELS` pixels, and say nothing of others, whatever its own limit is. Other threads see
+    nothing of it.
     """
     _replace_check()
     token = _is_ours.set(True)

@@ -249,15 +249,15 @@ class Intake:
         if length >= (limit := self._max_model_len):
             ways = remedies(length, images, limit, "raise max_model_len if the model allows it")
             raise ValueError(
-                f"`{name}` must leave room for one token within max_model_len {limit}, got {count}: "
-                f"{ways}{others}"
+                f"`{name}` must leave room for one token within max_model_len {limit}, got "
+                f"{count}: {ways}{others}"
             )
         if length >= (limit := self._pool_tokens):
             longer = "raise num_kvcache_blocks or the memory for the cache"
             ways = remedies(length, images, limit, longer)
             raise ValueError(
-                f"`{name}` must fit the KV cache of {limit} tokens and leave room for one more, got "
-                f"{count}: {ways}{others}"
+                f"`{name}` must fit the KV cache of {limit} tokens and leave room for one more, "
+                f"got {count}: {ways}{others}"
             )
 
     def read_params(

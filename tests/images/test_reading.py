@@ -216,7 +216,7 @@ def test_a_bomb_is_not_decoded(tmp_path, monkeypatch):
     monkeypatch.setattr(bounds, "MAX_PIXELS", 100)
     for kind in ("png", "webp", "tif"):
         Pillow.new("RGB", (99, 99)).save(tmp_path / f"bomb.{kind}")
-        with pytest.raises(ValueError, match="must have at most .* with more: scale it down"):
+        with pytest.raises(ValueError, match=r"must have at most .* with more: scale it down"):
             open_picture(tmp_path / f"bomb.{kind}", "image")
 
 
