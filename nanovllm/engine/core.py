@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from nanovllm.outputs import RequestOutput
+from nanovllm.requests.request import CheckedRequest, Refusal
 from nanovllm.requests.text import Decoder
 from nanovllm.tracing.metrics import Metrics
 from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
@@ -59,6 +60,14 @@ class Core(ABC, Generic[R]):
     @abstractmethod
     def add(self, request: R) -> None:
         """Queue a request."""
+
+    def with_images(
+        self, checked: list[CheckedRequest | Refusal]
+    ) -> list[CheckedRequest | Refusal]:
+        """The same prompts with their images ready, for a caller that queues each several times.
+        Only without requests: it waits.
+        """
+        return checked
 
     @abstractmethod
     def step(self) -> None:
