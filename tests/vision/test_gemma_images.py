@@ -10,10 +10,17 @@ import pytest
 import torch
 from modes import MODES, SMALL_POOLS, Mode, engine_in
 from safetensors.torch import load_file, save_file
-from vision_checkpoints import make_gemma3, picture, reference, run
+from vision_checkpoints import (
+    given_to_generate,
+    make_gemma3,
+    picture,
+    reference,
+    reference_beams,
+    run,
+)
 
 from checkpoints import SMALL, greedy, tokens, with_rare
-from nanovllm import LLM
+from nanovllm import LLM, BeamSearchParams
 
 ONE, TWO, THREE = (picture(64, 64, seed) for seed in (1, 2, 3))
 PROMPTS: list[list[Any]] = [
@@ -57,6 +64,19 @@ def test_tokens_are_those_of_transformers(
     with engine_in(Mode(name, overlap), path) as llm:
         assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
         assert llm.metrics()["num_images_encoded"] >= 3
+
+
+def test_beams_are_those_of_transformers(path: Path) -> None:
+    prompts: list[list[Any]] = [[[5] * 12, image, [3] * 17] for image in (ONE, TWO)]
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    with LLM(path, **SMALL) as llm:
+        outputs = llm.beam_search([given_to_generate(path, parts) for parts in prompts], params)
+        assert llm.metrics()["num_images_encoded"] == 2
+    for parts, output in zip(prompts, outputs, strict=True):
+        wanted = reference_beams(path, parts, 3, 6)
+        assert [beam.tokens for beam in output.sequences] == [ids for ids, _ in wanted]
+        found = [beam.cum_logprob for beam in output.sequences]
+        assert found == pytest.approx([total for _, total in wanted], abs=1e-3)
 
 
 @pytest.mark.parametrize("size", [1, 2])
