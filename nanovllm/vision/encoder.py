@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +19,8 @@ from nanovllm.tensors.image_rows import ImageRows
 from nanovllm.utils.arrays import Int32
 from nanovllm.utils.device import wait_for_device
 from nanovllm.utils.integers import cdiv
-from nanovllm.vision.layers import Alike, Tower
-from nanovllm.vision.patches import normalise
+from nanovllm.vision.layers import Alike, Tower, stack_on_device, to_device
+from nanovllm.vision.patches import normalise, of_bytes
 
 MAX_PATCHES = 32_768  # to encode at once, unless an image has more
 
@@ -69,6 +68,8 @@ class Encoder:
     ) -> None:
         self._tower, self._config, self._device = tower, config, device
         self._processor, self._rope = processor, rope
+        # On the device from now on: a copy from there to here would wait for all that is launched.
+        self._mean, self._std = (of_bytes(x, device) for x in (processor.mean, processor.std))
         if rope is not None:
             half = rope.cos_sin.shape[1] // 2
             self._axes = torch.tensor(axes_of_pairs(config.mrope_section, half), device=device)
@@ -117,7 +118,7 @@ class Encoder:
         """
         for batch in self._batches([image.shape[:2] for image in images]):
             encoded = self.encode([images[i] for i in batch])
-            places = self._to_device(np.concatenate([rows[i] for i in batch]))
+            places = to_device(np.concatenate([rows[i] for i in batch]), self._device)
             self.store.index_copy_(0, places.long(), encoded)
 
     def give(self, inputs: StepInputs, images: BatchImages) -> StepInputs:
@@ -126,7 +127,8 @@ class Encoder:
         """
         n, T = len(images.rows), len(inputs.positions)
         arrays = images.rows, images.stored, images.positions.ravel()
-        rows, stored, axes = self._to_device(np.concatenate(arrays)).split([n, n, 3 * T])
+        arrays_on_device = to_device(np.concatenate(arrays), self._device)
+        rows, stored, axes = arrays_on_device.split([n, n, 3 * T])
         spans = images.spans if self._config.are_whole else ()
         found = ImageRows(rows.long(), self.store.index_select(0, stored), spans)
         context = replace(inputs.context, images=found)
@@ -135,13 +137,6 @@ class Encoder:
         rotations = self._rope.by_axes(axes.view(3, T), self._axes)
         indices = torch.arange(T, dtype=torch.int32, device=self._device)
         return inputs._replace(context=replace(context, rotations=rotations), positions=indices)
-
-    def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
-        """The array on the device, without waiting for what is launched."""
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
 
     def _batches(self, sizes: Sequence[tuple[int, ...]]) -> Iterator[list[int]]:
         """The numbers of images, those of equal size together, to encode at once."""
@@ -162,8 +157,7 @@ class Encoder:
         """Encode images, those of equal size next to each other: [T, 1 + K, M]."""
         size, patches, alike = self._config.patch_size, [], []
         for (height, width, _), group in groupby(pictures, key=np.shape):
-            pixels = self._to_device(np.stack([*group]))
+            pixels = stack_on_device([*group], self._device)
             alike.append(Alike(height // size, width // size, len(pixels)))
-            images = normalise(pixels, self._processor.mean, self._processor.std)
-            patches.append(self._tower.cut(images))
-        return self._tower(torch.cat(patches), alike)
+            patches.append(self._tower.cut(normalise(pixels, self._mean, self._std)))
+        return self._tower(torch.cat(patches) if len(patches) > 1 else patches[0], alike)
