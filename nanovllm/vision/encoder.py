@@ -38,6 +38,14 @@ def axes_of_pairs(section: tuple[int, ...], num_pairs: int) -> list[int]:
     return axes
 
 
+def limits_of(images: BatchImages) -> Int32:
+    """`ImageRows.limits` of a step."""
+    limits = images.positions[0] + 1
+    for span in images.spans:
+        limits[span.row : span.row + span.num_tokens] = span.position + span.num_tokens
+    return limits
+
+
 class Encoder:
     """The tower of a model, and the store of embeddings.
 
@@ -126,11 +134,13 @@ class Encoder:
         they have several positions.
         """
         n, T = len(images.rows), len(inputs.positions)
-        arrays = images.rows, images.stored, images.positions.ravel()
-        arrays_on_device = to_device(np.concatenate(arrays), self._device)
-        rows, stored, axes = arrays_on_device.split([n, n, 3 * T])
-        spans = images.spans if self._config.are_whole else ()
-        found = ImageRows(rows.long(), self.store.index_select(0, stored), spans)
+        limits = limits_of(images) if self._config.are_whole else images.rows[:0]
+        arrays = images.rows, images.stored, images.positions.ravel(), limits
+        on_device = to_device(np.concatenate(arrays), self._device)
+        rows, stored, axes, seen = on_device.split([n, n, 3 * T, len(limits)])
+        found = ImageRows(rows.long(), self.store.index_select(0, stored))
+        if self._config.are_whole:
+            found = found._replace(spans=images.spans, limits=seen)
         context = replace(inputs.context, images=found)
         if self._rope is None:
             return inputs._replace(context=context)
