@@ -110,6 +110,8 @@ class Encoder:
         side = config.fixed_side or 32 * config.merge  # patches
         count = min(most, MAX_PATCHES) // side**2 or 1
         pixels = np.zeros((side * size, side * size, 3), np.uint8)
+        if not config.fixed_side:  # several sizes have a kernel: it is compiled now, and not later
+            self.encode([pixels, pixels[: side * size // 2]])
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         self.encode([pixels] * count)

@@ -21,6 +21,10 @@ from vision_checkpoints import (
 
 from checkpoints import SMALL, greedy, tokens, with_rare
 from nanovllm import LLM, BeamSearchParams
+from nanovllm.attention.base import QKV
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.layers import attention
 
 ONE, TWO, THREE = (picture(64, 64, seed) for seed in (1, 2, 3))
 PROMPTS: list[list[Any]] = [
@@ -64,6 +68,33 @@ def test_tokens_are_those_of_transformers(
     with engine_in(Mode(name, overlap), path) as llm:
         assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
         assert llm.metrics()["num_images_encoded"] >= 3
+
+
+@pytest.mark.parametrize("most", [SMALL["max_num_batched_tokens"], 24])
+def test_the_kernel_for_prompts_sees_to_the_ends_of_images(
+    most: int, path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In layers that slide, too, beside decodes and in chunks: nothing is attended again."""
+    kernels = TritonBackend()
+    limits = []
+
+    def prefill(self: Any, qkv: QKV, cache: Any, context: Any, scoring: Any) -> torch.Tensor:
+        if context.images is not None:
+            limits.append(context.images.limits[context.num_decodes :])
+        return kernels.prefill(qkv, cache, context, scoring)
+
+    def attend_again(*args: Any) -> None:
+        raise AssertionError("attended again")
+
+    monkeypatch.setattr(TorchBackend, "prefill", prefill)
+    monkeypatch.setattr(TorchBackend, "attends_in_images", True)
+    monkeypatch.setattr(attention, "attend_in_images", attend_again)
+    some, count = [0, 1, 2, 3, 7], 8
+    with LLM(path, **{**SMALL, "max_num_batched_tokens": most}) as llm:
+        found = run(llm, [PROMPTS[i] for i in some], [greedy(count)] * len(some))
+    assert tokens(found) == [wanted[i][:count] for i in some]
+    beyond = [(each.diff() <= 0).any() for each in limits]
+    assert limits and all(beyond), "rows that see as far as the next ones"
 
 
 def test_beams_are_those_of_transformers(path: Path) -> None:

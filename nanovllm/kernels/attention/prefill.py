@@ -387,7 +387,9 @@ def _attend(
     if not fp8 and (block_tables is None or S >= BLOCK_N):
         tiles = describe_tiles(k_source, v_source, BLOCK_N, D)
     if tiles is not None:
-        (k_source, v_source), num_warps = tiles, 4
+        k_source, v_source = tiles
+        if limits is None or D < 128:  # with limits, too, four warps would have registers in memory
+            num_warps = 4
     # Two tiles are loaded ahead; with blocks, one more stage looks them up.
     num_stages = 2 if block_tables is None or D > 128 or fp8 else 3
     _prefill_kernel[grid](
