@@ -244,7 +244,8 @@ def measure_memory(llm: LLM, images: Images, args: argparse.Namespace) -> dict[s
     on_gpu = llm.metrics()["device"] != "cpu"
     found: dict[str, Any] = {"images": images.number, "size": f"{images.width} x {images.height}"}
     with tempfile.TemporaryDirectory() as directory:
-        paths, part = [], 500
+        paths: list[Path] = []
+        part = 500
         for first in range(0, images.number, part):
             some = images._replace(number=min(part, images.number - first))
             for file in photographs(some, seed + first):

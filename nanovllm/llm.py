@@ -346,15 +346,10 @@ class LLM(Updatable, LLMEngine):
             self._check_alone()
             checked = self.core.with_images(checked)
             accepted = [item for item in checked if not isinstance(item, Refusal)]
-
-            def next_tokens(sequences: list[tuple[int, list[int]]]) -> list[Candidates | str]:
-                beams = [accepted[i]._replace(text=None, token_ids=ids) for i, ids in sequences]
-                return [_candidates(output) for output in self._complete([*beams], use_tqdm=False)]
-
             found = beam_search(
                 [item.token_ids for item in accepted],
                 params,
-                next_tokens,
+                partial(self._next_tokens, accepted),
                 eos_token_ids=self.eos_token_ids,
                 max_model_len=self.max_model_len,
                 use_tqdm=use_tqdm,
@@ -369,6 +364,13 @@ class LLM(Updatable, LLMEngine):
                 BeamSearchOutput([], item.error) if isinstance(item, Refusal) else next(outputs)
                 for item in checked
             ]
+
+    def _next_tokens(
+        self, prompts: list[CheckedRequest], sequences: list[tuple[int, list[int]]]
+    ) -> list[Candidates | str]:
+        """The next tokens of sequences, each the number of its prompt and its tokens."""
+        beams = [prompts[i]._replace(text=None, token_ids=tokens) for i, tokens in sequences]
+        return [_candidates(output) for output in self._complete([*beams], use_tqdm=False)]
 
     def _with_text(self, beam: BeamSearchSequence) -> BeamSearchSequence:
         return replace(beam, text=self._intake.decoder(beam.tokens, skip_special_tokens=False))

@@ -315,14 +315,10 @@ def paged_prefill(
             some = slice(first, min(first + n, Hkv))
             own = slice(some.start * Hq // Hkv, some.stop * Hq // Hkv)
             sinks = None if scoring.sinks is None else scoring.sinks[own]
-            attend(
-                q[:, own],
-                # Freed before the next are gathered.
-                gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q.dtype),
-                None,
-                scoring=scoring._replace(sinks=sinks),
-                out=out[:, own],
-            )
+            # Freed before the next are gathered.
+            keys = gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q.dtype)
+            attend(q[:, own], keys, None, scoring=scoring._replace(sinks=sinks), out=out[:, own])
+            del keys
     else:
         attend(q, cache, block_tables, scoring=scoring, out=out)
     return out
