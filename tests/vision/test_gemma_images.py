@@ -3,6 +3,7 @@ no prefix of the cache ends inside an image.
 """
 
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from nanovllm import LLM, BeamSearchParams
 from nanovllm.attention.base import QKV
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.compiling import rehearsal
+from nanovllm.distributed.group import Group
 from nanovllm.layers import attention
 
 ONE, TWO, THREE = (picture(64, 64, seed) for seed in (1, 2, 3))
@@ -95,6 +98,32 @@ def test_the_kernel_for_prompts_sees_to_the_ends_of_images(
     assert tokens(found) == [wanted[i][:count] for i in some]
     beyond = [(each.diff() <= 0).any() for each in limits]
     assert limits and all(beyond), "rows that see as far as the next ones"
+
+
+def test_kernels_for_images_are_rehearsed(
+    path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short prompts and long ones, with and without cached tokens; a model of text has none."""
+    monkeypatch.setattr(rehearsal, "StaticInputs", lambda *args: None)  # which are for CUDA graphs
+    for model, has_images in ((path, True), (checkpoint, False)):
+        limits = []
+        with LLM(model, **SMALL) as llm:
+            built = llm.model_runner.built
+
+            def compute(inputs: Any, built: Any = built, limits: Any = limits) -> Any:
+                context = inputs.context
+                if context.images is not None:
+                    assert torch.equal(context.images.limits, inputs.positions + 1)
+                    limits.append((context.max_seqlen_q, context.num_keys > len(inputs.positions)))
+                    with torch.inference_mode():
+                        built.step.run_model(inputs)
+
+            facts = llm.config, llm.model_config, Group(), torch.device("cpu")
+            most = {"max_model_len": llm.max_model_len, "members": 0, "max_prompt_tokens": 0}
+            rehearsal.Rehearsal(compute, built.step.model, built.pool, *facts, **most)._prompts()
+        assert bool(limits) == has_images
+        if has_images:
+            assert {(n > 32, cached) for n, cached in limits} == {*product([False, True], repeat=2)}
 
 
 def test_beams_are_those_of_transformers(path: Path) -> None:
