@@ -200,7 +200,9 @@ def preparation_alone(llm: LLM, prompts: list[dict[str, Any]]) -> float:
 
 def measure(llm: LLM, images: Images, args: argparse.Namespace) -> dict[str, Any]:
     """One set of images."""
-    rng, seed, on_gpu = random.Random(args.seed), args.seed << 32, llm.metrics()["device"] != "cpu"
+    rng, seed = random.Random(args.seed), args.seed << 32
+    # The profiler sees this process alone.
+    on_gpu = llm.metrics()["device"] != "cpu" and llm.config.data_parallel_size == 1
     num_warm = max(1, images.number // 10)
     num_profiled = max(1, images.number // PROFILED) if on_gpu else 0
     more = images._replace(number=images.number + num_warm + num_profiled)
