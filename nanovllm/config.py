@@ -231,7 +231,8 @@ class Config:
             by URLs of http and https, at any port; they are fetched when a conversation is
             rendered (docs/images.md). None or empty: nothing is fetched.
         language_model_only: leave out the part of the model that sees, and its memory: prompts have
-            no images.
+            no images. Options about images, which a model that does not see refuses, then have no
+            effect.
         trace: record the engine's work from its start to its end in this file, for viewers of
             traces and `nanovllm report` (docs/timeline.md). True: in trace.json. An earlier trace
             is overwritten, another file refused.

@@ -318,7 +318,8 @@ class LLM(Updatable, LLMEngine):
         """Find likely continuations of prompts by beam search.
 
         Each step is a `generate` of one token for all beams, most of whose tokens the prefix cache
-        serves; `metrics` counts them as requests.
+        serves; `metrics` counts them as requests. Images are prepared before the first step, and
+        those of all prompts stay in memory until the last.
 
         Args:
             prompts: as in `generate`.
@@ -338,19 +339,17 @@ class LLM(Updatable, LLMEngine):
         count = min(2 * params.beam_width, self.model_config.vocab_size)
         one_token = replace(ONE_TOKEN, logprobs=count)
 
-        def next_tokens(sequences: list[list[int]]) -> list[Candidates | str]:
-            outputs = self.generate(sequences, one_token, use_tqdm=False)
-            return [_candidates(output) for output in outputs]
-
         named = name_prompts(prompts)
         with self._lock:
             self._check_ready()
             checked = self._intake.check_all(named, one_token, on_error)
-            _refuse_images(checked)
+            self._check_alone()
+            checked = self.core.with_images(checked)
+            accepted = [item for item in checked if not isinstance(item, Refusal)]
             found = beam_search(
-                [item.token_ids for item in checked if not isinstance(item, Refusal)],
+                [item.token_ids for item in accepted],
                 params,
-                next_tokens,
+                partial(self._next_tokens, accepted),
                 eos_token_ids=self.eos_token_ids,
                 max_model_len=self.max_model_len,
                 use_tqdm=use_tqdm,
@@ -365,6 +364,13 @@ class LLM(Updatable, LLMEngine):
                 BeamSearchOutput([], item.error) if isinstance(item, Refusal) else next(outputs)
                 for item in checked
             ]
+
+    def _next_tokens(
+        self, prompts: list[CheckedRequest], sequences: list[tuple[int, list[int]]]
+    ) -> list[Candidates | str]:
+        """The next tokens of sequences, each the number of its prompt and its tokens."""
+        beams = [prompts[i]._replace(text=None, token_ids=tokens) for i, tokens in sequences]
+        return [_candidates(output) for output in self._complete([*beams], use_tqdm=False)]
 
     def _with_text(self, beam: BeamSearchSequence) -> BeamSearchSequence:
         return replace(beam, text=self._intake.decoder(beam.tokens, skip_special_tokens=False))
@@ -459,13 +465,6 @@ class LLM(Updatable, LLMEngine):
     def shutdown(self) -> None:
         """`exit`, as vLLM calls it."""
         self.exit()
-
-
-def _refuse_images(checked: list[CheckedRequest | Refusal]) -> None:
-    if any(isinstance(item, CheckedRequest) and item.pictures for item in checked):
-        raise ValueError(
-            "`prompts` must be text or token ids for beam_search(), got images: call generate()"
-        )
 
 
 def _candidates(output: RequestOutput) -> Candidates | str:

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from nanovllm.attention.base import QKV, AttentionBackend
+from nanovllm.attention.images import attend_in_images
 from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.images.stored import Span
 from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.image_rows import ImageRows
 from nanovllm.tensors.kv_cache import KVCache, dequantize, quantize
 from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Context
@@ -83,6 +86,7 @@ class Case:
         softcap: float = 0.0,
         sinks: bool = False,
         fp8: bool = False,
+        images: dict[int, list[tuple[int, int]]] | None = None,
     ) -> None:
         assert all(n == 1 for n in q_lens[:num_decodes])
         self.q_lens, self.k_lens = q_lens, k_lens
@@ -126,13 +130,31 @@ class Case:
             max_seqlen_q=max(prefilling, default=0),
             max_seqlen_k=max(k_lens[num_decodes:], default=0),
             num_keys=sum(k_lens[num_decodes:]),
+            images=self._place(images) if images else None,
         )
+
+    def _place(self, images: dict[int, list[tuple[int, int]]]) -> ImageRows:
+        """The images of sequences, from one position to another."""
+        rows = [
+            torch.arange(length - n, length) + 1
+            for n, length in zip(self.q_lens, self.k_lens, strict=True)
+        ]
+        spans = []
+        for i, places in images.items():
+            first = self.k_lens[i] - self.q_lens[i]  # position of the first query
+            for begin, end in places:
+                rows[i][begin - first : end - first] = end
+                row = sum(self.q_lens[:i]) + begin - first
+                spans.append(Span(row, end - begin, i, begin))
+        limits, none = torch.cat(rows).to(DEVICE, torch.int32), torch.empty(0)
+        return ImageRows(none, none, tuple(spans), limits)
 
     def wanted(self) -> torch.Tensor:
         """Attention in float64, one sequence at a time, from the contiguous keys and values."""
-        out, row = [], 0
+        out, row, images = [], 0, self.context.images
         for keys, values, n in zip(self.keys, self.values, self.q_lens, strict=True):
             q = self.q[row : row + n].double()
+            own = slice(row, row + n)
             row += n
             G = q.shape[1] // keys.shape[1]
             k, v = (x.double().repeat_interleave(G, 1) for x in (keys, values))
@@ -142,6 +164,8 @@ class Case:
                 scores = softcap * torch.tanh(scores / softcap)
             L = len(keys)
             seen = torch.ones(n, L, dtype=torch.bool, device=DEVICE).tril(L - n)
+            if images is not None and images.limits is not None:
+                seen = torch.arange(L, device=DEVICE) < images.limits[own, None]
             if window:
                 seen = seen.triu(L - n - window + 1)
             weights = scores.masked_fill(~seen, -torch.inf).exp()
@@ -155,7 +179,10 @@ class Case:
 def run_case(backend: AttentionBackend, case: Case) -> torch.Tensor:
     """Attend. What stores keys and values has a test of its own, and is slow when interpreted."""
     TorchBackend().store_kvcache(case.k, case.v, case.cache, case.context.slot_mapping)
-    return backend.attend(QKV(case.q, case.k, case.v), case.cache, case.context, case.scoring)
+    out = backend.attend(QKV(case.q, case.k, case.v), case.cache, case.context, case.scoring)
+    if case.context.images is not None and not backend.attends_in_images:
+        attend_in_images(case.q, out, case.cache, case.context, case.scoring)
+    return out
 
 
 CASES = {
@@ -187,6 +214,28 @@ CASES = {
         "window": 70,
     },
     "softcap": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "softcap": 1.5},
+    # Images at the beginning, between and at the end, next to each other, and longer than a tile;
+    # behind what is cached, and longer than the window.
+    "images": {
+        "q_lens": [1, 5, 33, 150],
+        "k_lens": [70, 5, 33, 150],
+        "num_decodes": 1,
+        "images": {1: [(0, 5)], 2: [(3, 20)], 3: [(0, 17), (17, 99), (110, 150)]},
+    },
+    "images-cached": {
+        "q_lens": [17, 64],
+        "k_lens": [81, 150],
+        "hq": 6,
+        "d": 80,
+        "images": {0: [(64, 80)], 1: [(90, 145)]},
+    },
+    "images-window": {
+        "q_lens": [1, 90, 130],
+        "k_lens": [200, 150, 130],
+        "num_decodes": 1,
+        "window": 20,
+        "images": {1: [(70, 100)], 2: [(5, 60), (61, 130)]},
+    },
     "sinks": {
         "q_lens": [1, 1, 9, 40],
         "k_lens": [1, 200, 41, 40],

@@ -165,6 +165,34 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
     return [*shared]
 
 
+def compile_images(dtype: str) -> str:
+    """The kernels of towers with heads of 64 and 72, and those of prompts in which the tokens of an
+    image see each other, with a window and without.
+    """
+    from nanovllm.kernels.attention.prefill import attend_to_limits, paged_prefill
+    from nanovllm.kernels.attention.rotate import rotate_
+    from nanovllm.tensors.kv_cache import KVCache
+    from nanovllm.tensors.scoring import Scoring
+
+    kind, T = getattr(torch, dtype), 6000
+    ints = torch.empty(T, dtype=torch.int32, device=GPU)
+    for D in (64, 72):
+        qkv = torch.empty(T, 48, D, dtype=kind, device=GPU)
+        rotate_(qkv[:, :32], torch.empty(T, D, dtype=torch.float32, device=GPU))
+        attend_to_limits(*qkv.chunk(3, dim=1), ints[:4], T, ints)
+    for D, Hkv in ((256, 4), (128, 16)):
+        cache = KVCache.empty((4096, 256, Hkv, D), kind, GPU)
+        q, k, v = torch.empty(T, 4 * Hkv, D, dtype=kind, device=GPU).split([2 * Hkv, Hkv, Hkv], 1)
+        for window in (0, 1024):
+            for decodes in (0, 1):  # one variant, wherever the first limit lies
+                paged_prefill(
+                    *(q, k, v, cache, ints.view(3, -1), ints[:4], ints[:4], T, T),
+                    Scoring(1.0, window),
+                    limits=ints[decodes:],
+                )
+    return "triton"
+
+
 def compile_gated_products(dtype: str) -> None:
     """Compile an MLP's gated products, for few rows and for many."""
     from nanovllm.kernels.products.gated import MANY, takes_hopper_kernel
@@ -349,6 +377,7 @@ def generate(model: str, **options: Any) -> list[Any]:
 KINDS: dict[str, Callable[..., Any]] = {
     "engine": compile_engine,
     "attention": compile_attention,
+    "images": compile_images,
     "long prompts": compile_long_prompts,
     "gated products": compile_gated_products,
     "INT4 products": compile_int4_products,

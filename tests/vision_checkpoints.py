@@ -263,6 +263,25 @@ def reference(path: Path, parts: list[Any], max_tokens: int) -> list[int]:
     return found[0, given["input_ids"].shape[1] :].tolist()
 
 
+def reference_beams(
+    path: Path, parts: list[Any], width: int, max_tokens: int
+) -> list[tuple[list[int], float]]:
+    """Sequences by transformers' beam search, and their log-probabilities, the best first."""
+    given = inputs_of(path, parts, [])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "num_beams": width}
+    options |= {"num_return_sequences": width, "early_stopping": "never", "length_penalty": 1.0}
+    with torch.inference_mode():
+        found = reference_model(path).generate(
+            **given,
+            **options,
+            max_new_tokens=max_tokens,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    totals = (found.sequences_scores * max_tokens).tolist()
+    return list(zip(found.sequences.tolist(), totals, strict=True))
+
+
 def reference_logprobs(path: Path, parts: list[Any], completion: list[int]) -> torch.Tensor:
     """Log-probabilities by transformers of all tokens behind the first one: [n - 1, V]."""
     with torch.inference_mode():

@@ -21,20 +21,41 @@ def read_own_processor(config: Config, model_config: ModelConfig) -> ImageProces
         model_config: facts of the checkpoint.
 
     Raises:
-        ValueError: if the checkpoint's processor is missing or not supported, or
-            `mm_processor_kwargs` is not right for it.
+        ValueError: if the checkpoint's processor is missing or not supported,
+            `mm_processor_kwargs` is not right for it, or there are options about images and the
+            model does not see.
     """
     if config.language_model_only:
         return NoImages("this engine was built with language_model_only=True: leave that out")
     if model_config.vision is None:
         name = model_config.architecture
         if FAMILIES[name].tower and model_config.source.get("vision_config") is not None:
-            return NoImages(
+            reason = (
                 "the checkpoint has no vision tower or no image processor, as the log says: "
                 "download it again"
             )
-        return NoImages(f"{name} does not see: use a model like Qwen3-VL")
+        else:
+            reason = f"{name} does not see: use a model like Qwen3-VL"
+        _refuse_options(config, reason)
+        return NoImages(reason)
     return read_image_processor(config, model_config)
+
+
+def _refuse_options(config: Config, reason: str) -> None:
+    """ValueError if an option allows or changes images, of which there are none for a reason."""
+    limit = config.limit_mm_per_prompt
+    given = {
+        "limit_mm_per_prompt": "image" in (limit or ()) and read_most_images(limit) > 0,
+        "mm_processor_kwargs": bool(config.mm_processor_kwargs),
+        "allowed_local_media_path": bool(config.allowed_local_media_path),
+        "allowed_media_domains": bool(config.allowed_media_domains),
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(
+                f"`{name}` must be left out where there are no images, got "
+                f"{getattr(config, name)!r}: {reason}"
+            )
 
 
 def make_image_prompts(

@@ -14,7 +14,7 @@ from nanovllm.engine.core import Core
 from nanovllm.images.preparation import Preparation
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.intake import Intake
-from nanovllm.requests.request import CheckedRequest, Listener, Ticket
+from nanovllm.requests.request import CheckedRequest, Listener, Refusal, Ticket
 from nanovllm.requests.text import Decoder
 from nanovllm.tracing.timeline import ENGINE, Process, Write
 
@@ -115,6 +115,32 @@ class WaitingCore(Core[Any]):
             self._preparation.add(request.request_id, request.checked.pictures)
             self._events.count(len(self._waiting), self._preparation)
 
+    def with_images(
+        self, checked: list[CheckedRequest | Refusal]
+    ) -> list[CheckedRequest | Refusal]:
+        """The same prompts with their images ready, or with the error of one in the place of a
+        prompt. Their memory counts until they are ready.
+        """
+        assert self.is_idle(), "others wait for images"
+        found, places = [*checked], {}
+        with self.reset_on_error():
+            for i, item in enumerate(checked):
+                if isinstance(item, CheckedRequest) and item.pictures:
+                    request_id = self._intake.ticket(0).request_id
+                    places[request_id] = i, item
+                    self._preparation.add(request_id, item.pictures)
+            while places:
+                for ready in self._preparation.take_ready():
+                    i, item = places.pop(ready.request_id)
+                    self._preparation.release([ready.request_id])
+                    if ready.error is None:
+                        found[i] = item._replace(images=ready.images, pictures=())
+                    else:
+                        found[i] = Refusal(item.text, ready.error)
+                if places:
+                    self._preparation.wait(WAIT_SECONDS)
+        return found
+
     def step(self) -> None:
         """Queue the requests whose images have become ready, and let the core go on."""
         self._drop_left()
@@ -172,6 +198,10 @@ class WaitingCore(Core[Any]):
             self._preparation.release(
                 [i for i in self._preparation.admitted if i not in self._core.requests]
             )
+
+    @property
+    def has_room(self) -> bool:
+        return self._preparation.has_room
 
     def is_idle(self) -> bool:
         """Whether no request is unfinished, and none waits to be taken by the caller."""
@@ -242,7 +272,7 @@ class WaitingCore(Core[Any]):
             "num_images_prepared": counts.num_images_prepared,
             "num_images_failed": counts.num_images_failed,
             "image_seconds": counts.image_seconds,
-            "image_bytes": self._preparation.held_bytes,
+            "image_bytes": self._preparation.held_bytes + self._preparation.waiting_bytes,
         }
 
     # -- what callers read and set in the core behind ------------------------------------------

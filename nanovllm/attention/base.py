@@ -43,6 +43,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     supports_cuda_graph: ClassVar[bool]  # for decodes
     captures_prompts: ClassVar[bool] = False  # in CUDA graphs with room for more prompt tokens
+    # Whether prompts are attended to `ImageRows.limits`; else `attend_in_images` does it again.
+    attends_in_images: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

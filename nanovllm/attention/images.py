@@ -1,4 +1,4 @@
-"""Attention of images whose tokens all see each other, by PyTorch, beside any backend's."""
+"""Attention of images whose tokens all see each other, by PyTorch, behind backends without it."""
 
 import torch
 

@@ -1,5 +1,7 @@
 """Attention through one Triton kernel for prompts and decodes, for `Config.batch_invariant`."""
 
+from typing import ClassVar
+
 import torch
 
 from nanovllm.attention.base import QKV
@@ -13,6 +15,8 @@ class InvariantBackend(TritonBackend):
     """The Triton backend with the kernel of `kernels.attention.aligned`. It reads all keys from the
     cache, and no shared prefix for several decodes at once.
     """
+
+    attends_in_images: ClassVar[bool] = False
 
     def __init__(self) -> None:
         from nanovllm.kernels.attention.aligned import aligned_attention

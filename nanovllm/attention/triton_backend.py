@@ -34,6 +34,7 @@ class TritonBackend(TritonStore):
 
     name: ClassVar[str] = "triton"
     captures_prompts: ClassVar[bool] = True
+    attends_in_images: ClassVar[bool] = True
 
     @classmethod
     def refusal(cls, needs: AttentionNeeds) -> str | None:
@@ -54,6 +55,7 @@ class TritonBackend(TritonStore):
 
     def prefill(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
         assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
+        limits = None if context.images is None else context.images.limits
         return self._prefill(
             *qkv,
             cache,
@@ -64,6 +66,7 @@ class TritonBackend(TritonStore):
             context.num_keys,
             scoring,
             context.shared,
+            None if limits is None else limits[context.num_decodes :],
         )
 
     def decode(

@@ -1,9 +1,10 @@
 """`run`: rows in, results out, through an engine that always has enough to do.
 
-Only a window of rows is in the engine, twice as many as it runs at once: memory does not grow with
-the input. Rows are read, rendered and tokenised between steps, while the device computes: a few at
-a time, so that it does not wait for them, and more while the engine has fewer than it can run.
-Where messages may name images of hosts, threads render them, and other rows pass meanwhile.
+Only a window of rows is in the engine, twice as many as it runs at once, and fewer while pictures
+in them take up the memory that images may have: memory does not grow with the input. Rows are
+read, rendered and tokenised between steps, while the device computes: a few at a time, so that it
+does not wait for them, and more while the engine has fewer than it can run. Where messages may name
+images of hosts, threads render them, and other rows pass meanwhile.
 """
 
 import logging
@@ -45,6 +46,7 @@ class Engine(Protocol):
     tokenizer: Any
     config: Any
     image_prompts: ImagePrompts | NoImages
+    core: Any
 
     def add_request(self, prompt: Any, sampling_params: SamplingParams, /) -> int: ...
     def step(self) -> list[RequestOutput]: ...
@@ -186,7 +188,7 @@ class _Job:
         count, window = len(self._in_flight) + len(self._rendering), 2 * self._most
         if self._is_end or count >= window:
             return False
-        if count and len(self._order) >= MAX_HELD * window:
+        if count and (len(self._order) >= MAX_HELD * window or not self._llm.core.has_room):
             return False
         rows = self._rows
         return not isinstance(rows, Ahead) or rows.wait(0 if count else WAIT)

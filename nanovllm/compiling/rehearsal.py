@@ -5,6 +5,7 @@ requests.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 
@@ -27,6 +28,7 @@ from nanovllm.sampling.extras import Extras
 from nanovllm.sampling.logprobs import logprobs_of
 from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.sizing.activations import warmup_batch
+from nanovllm.tensors.image_rows import ImageRows
 from nanovllm.utils.integers import cdiv
 
 # Numbers of tokens: together they use all kernels that any number uses, in all models' layers.
@@ -112,6 +114,9 @@ class Rehearsal:
         most = config.max_num_seqs
         powers = (1 << i for i in range(most.bit_length()))
         self._batches = sorted({most, *powers})  # decodes choose splits by these
+        vision = model_config.vision
+        # Whether tokens of images may see each other: those steps have kernels of their own.
+        self._in_images = [False, True] if vision is not None and vision.are_whole else [False]
 
     def first_steps(self) -> None:
         """Rehearse decodes, for which the start waits, and the largest step, whose attention takes
@@ -156,15 +161,20 @@ class Rehearsal:
         """Rehearse prompts of few sequences, and of many. Some follow a computed chunk."""
         for num_tokens in sorted((rows for rows in ROWS if rows < self._budget), reverse=True):
             self._prompt(self._least(num_tokens), num_tokens)
+        for num_tokens in {2, self._budget} if any(self._in_images) else ():
+            self._prompt(self._least(num_tokens), num_tokens, in_images=True)
         for num_tokens in {2, TOKENS, self._budget}:
             few = self._least(num_tokens)
             after_one = min(num_tokens, self._budget, few * (self._max_model_len - 1))
             longest = self._max_model_len - cdiv(after_one, few)
             for num_cached in {1, longest} if after_one >= few else ():
-                self._prompt(few, after_one, num_cached)
+                for in_images in self._in_images:
+                    self._prompt(few, after_one, num_cached, in_images)
         self._prompt(min(self._config.max_num_seqs, self._budget), self._budget)
 
-    def _prompt(self, num_seqs: int, num_tokens: int, num_cached: int = 0) -> None:
+    def _prompt(
+        self, num_seqs: int, num_tokens: int, num_cached: int = 0, in_images: bool = False
+    ) -> None:
         size = self._config.kvcache_block_size
         batch = warmup_batch(num_seqs, num_tokens, self._max_model_len, size)
         lens = batch.context_lens + num_cached
@@ -173,7 +183,14 @@ class Rehearsal:
             cu_seqlens_k=running_sum(lens),
             block_tables=np.zeros((num_seqs, cdiv(int(lens.max()), size)), np.int32),
         )
-        self._compute(to_device(batch, self._device))
+        inputs = to_device(batch, self._device)
+        if in_images:
+            rows = torch.empty(0, dtype=torch.int64, device=self._device)
+            shape, dtype = (0, 1, self._model_config.hidden_size), self._model.lm_head.weight.dtype
+            values = torch.empty(shape, dtype=dtype, device=self._device)
+            images = ImageRows(rows, values, limits=inputs.positions + 1)
+            inputs = inputs._replace(context=replace(inputs.context, images=images))
+        self._compute(inputs)
 
     def _decodes(self, shape: Shape) -> None:
         """Rehearse decodes with the static inputs of CUDA graphs."""

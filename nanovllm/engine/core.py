@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from nanovllm.outputs import RequestOutput
+from nanovllm.requests.request import CheckedRequest, Refusal
 from nanovllm.requests.text import Decoder
 from nanovllm.tracing.metrics import Metrics
 from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
@@ -60,6 +61,14 @@ class Core(ABC, Generic[R]):
     def add(self, request: R) -> None:
         """Queue a request."""
 
+    def with_images(
+        self, checked: list[CheckedRequest | Refusal]
+    ) -> list[CheckedRequest | Refusal]:
+        """The same prompts with their images ready, for a caller that queues each several times.
+        Only without requests: it waits.
+        """
+        return checked
+
     @abstractmethod
     def step(self) -> None:
         """Go on with the requests."""
@@ -75,6 +84,11 @@ class Core(ABC, Generic[R]):
         self.is_held, self.weight_version = False, version
         for request in self.requests.values():
             request.weight_version = version
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for further requests: callers that can wait wait for it."""
+        return True
 
     def is_idle(self) -> bool:
         """Whether no request is unfinished, and none waits to be taken by the caller."""

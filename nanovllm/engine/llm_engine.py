@@ -310,11 +310,7 @@ class LLMEngine:
         check_bool("use_tqdm", use_tqdm)
         with self._lock:
             self._check_ready()
-            if not self.core.is_idle():
-                raise RuntimeError(
-                    "this call needs an engine without other requests, but some of stream() or "
-                    "add_request() are left: finish them, or drop them with abort_all()"
-                )
+            self._check_alone()
             outputs: dict[int, RequestOutput] = {}
             with (
                 self.core.reset_on_error(),
@@ -335,6 +331,13 @@ class LLMEngine:
                     outputs.update((output.request_id, output) for output in finished)
                     bar.update(len(finished))
             return [outputs[request_id] for request_id in ids]
+
+    def _check_alone(self) -> None:
+        if not self.core.is_idle():
+            raise RuntimeError(
+                "this call needs an engine without other requests, but some of stream() or "
+                "add_request() are left: finish them, or drop them with abort_all()"
+            )
 
     def metrics(self) -> dict[str, Any]:
         """The configuration that took effect, counters and times: they explain a slow run.

@@ -34,7 +34,8 @@ class Picture:
         height, width: size as it will be read.
         source: equal for pictures of the same content; it holds on to what the caller passed.
         read: function that returns the pixels, [height, width, 3] uint8.
-        source_bytes: memory of encoded data in `source`, which are there as long as the picture.
+        source_bytes: memory of encoded data in `source`, which are there as long as the picture,
+            and of the data URL that they come from.
     """
 
     height: int
@@ -52,12 +53,14 @@ class SizedPicture:
         picture: the picture.
         height, width: size when it is resized.
         num_tokens: number of its placeholders.
+        least_tokens: number of them at the lowest `max_pixels`.
     """
 
     picture: Picture
     height: int
     width: int
     num_tokens: int
+    least_tokens: int
 
     @property
     def num_bytes(self) -> int:

@@ -105,6 +105,8 @@ class Preparation:
     Attributes:
         counts: counters.
         held_bytes: memory that is counted now.
+        waiting_bytes: memory of encoded data whose pictures no thread has had. It is there before
+            any thread can do something about it, so it is counted apart: see `has_room`.
         note: function that is called with each picture that has been prepared.
         admitted: requests that have been taken as ready, and not released.
     """
@@ -115,7 +117,7 @@ class Preparation:
         self._processor = processor
         self._num_threads = num_threads or default_threads()
         self._max_bytes = max_bytes
-        self.counts, self.held_bytes = PreparationCounts(), 0
+        self.counts, self.held_bytes, self.waiting_bytes = PreparationCounts(), 0, 0
         self.note: Callable[[Prepared], None] = lambda prepared: None
         self._threads: ThreadPoolExecutor | None = None  # started for the first picture
         self._done: queue.SimpleQueue[tuple[_Job, Prepared]] = queue.SimpleQueue()
@@ -184,7 +186,7 @@ class Preparation:
                     if not job.is_running:
                         self._hold(job, 0)
         while self._queue and not self._queue[0].users:
-            self._queue.popleft()  # with what the caller passed
+            self._next()  # with what the caller passed
 
     def close(self) -> None:
         """End the threads, and forget everything. May be called again, and used again then."""
@@ -196,7 +198,12 @@ class Preparation:
         books = self._jobs, self._queue, self._requests, self._missing, self._ready, self.admitted
         for book in books:
             book.clear()
-        self._num_running = self.held_bytes = 0
+        self._num_running = self.held_bytes = self.waiting_bytes = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether callers that can wait should add requests."""
+        return self.held_bytes + self.waiting_bytes < self._max_bytes
 
     @property
     def num_images_waiting(self) -> int:
@@ -215,6 +222,13 @@ class Preparation:
         if job is None:
             job = self._jobs[_key(sized)] = _Job(sized)
             self._queue.append(job)
+            self.waiting_bytes += sized.picture.source_bytes
+        return job
+
+    def _next(self) -> _Job:
+        """Take the first picture from the queue."""
+        job = self._queue.popleft()
+        self.waiting_bytes -= job.sized.picture.source_bytes
         return job
 
     def _hold(self, job: _Job, num_bytes: int) -> None:
@@ -233,7 +247,7 @@ class Preparation:
                     return
                 even_beyond = False
                 self._submit(job)
-            self._queue.popleft()
+            self._next()
 
     def _submit(self, job: _Job) -> None:
         if self._threads is None:

@@ -89,6 +89,11 @@ class ImageProcessor:
             return self.fixed_tokens
         return height * width // (self.patch_size * self.merge) ** 2
 
+    def least_tokens(self, height: int, width: int) -> int:
+        """The number of tokens of an image of this size at the lowest `max_pixels`."""
+        smallest = replace(self, min_pixels=0, max_pixels=(self.patch_size * self.merge) ** 2)
+        return self.num_tokens(*smallest.resized(height, width))
+
     @property
     def max_tokens(self) -> int:
         """The number of tokens of the largest image."""

@@ -157,7 +157,8 @@ class ImagePrompts:
                 f"{width} x {height} pixels: lower max_pixels in {SIZED}, or raise it in those of "
                 "LLM()"
             )
-        return SizedPicture(picture, height, width, count)
+        least = processor.least_tokens(picture.height, picture.width)
+        return SizedPicture(picture, height, width, count, least)
 
     def in_text(self, text: str) -> str:
         """A prompt's text as it is tokenised."""
@@ -214,6 +215,32 @@ class ImagePrompts:
         else:
             also = ""
         return f"{said}{also}, got {found} for {images}"
+
+
+def remedies(length: int, images: Sequence[SizedPicture], limit: int, last: str) -> str:
+    """What to do about a prompt that is too long, for its longer part first. What cannot be enough
+    by itself is left out, unless nothing is.
+
+    Args:
+        length: number of tokens of the prompt.
+        images: its images.
+        limit: number of tokens that it must stay below.
+        last: how to raise the limit.
+    """
+    of_images = sum(image.num_tokens for image in images)
+    of_text, least = length - of_images, sum(image.least_tokens for image in images)
+    shorten = "shorten the text" if images else "shorten it"
+    smaller = f"lower max_pixels in {SIZED}, which bounds an image's tokens"
+    ways = []  # number of tokens of a part, and the way to fewer
+    if of_images < limit:
+        ways.append((of_text, shorten))
+    if least < of_images and of_text + least < limit:
+        ways.append((of_images, smaller))
+    elif len(images) > 1 and of_text + min(image.num_tokens for image in images) < limit:
+        ways.append((of_images, "pass fewer images"))
+    if of_text >= limit and of_images >= limit:
+        ways.append((0, f"{shorten} and {smaller}" if least < of_images else "shorten both"))
+    return ", ".join([*(way for _, way in sorted(ways, reverse=True)), "or " * bool(ways) + last])
 
 
 def read_most_images(limit: Any) -> int:

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.images.bounds import MAX_PIXELS, bounded
 from nanovllm.images.picture import NoPillowError, Picture, unwrap
 from nanovllm.images.urls import data_of_url, path_of_url, scheme, short
 
-MAX_PIXELS = 178_956_970  # of a picture: Pillow's own bound, twice its MAX_IMAGE_PIXELS
 EXIF_ORIENTATION = 0x0112
 SWAPPED = (5, 6, 7, 8)  # orientations that exchange height and width
 DEEP = ("I", "F")  # beginnings of Pillow's modes with more than 8 bits, cut off by a conversion
@@ -88,7 +88,7 @@ def open_picture(given: Any, name: str) -> Picture:
         return _encoded(bytes(given), name)
     kind = scheme(given) if isinstance(given, str) else ""
     if kind == "data":
-        return _encoded(data_of_url(given, name), name)
+        return _encoded(data_of_url(given, name), name, len(given))
     if kind in ("http", "https"):
         raise ValueError(
             f"`{name}` must be a picture, a path or a data URL, got {short(given)}: download it"
@@ -122,10 +122,12 @@ def _file(given: str | bytes, name: str) -> Picture:
     return Picture(*size, source, lambda: _load(path, size, OF_ROW, what))
 
 
-def _encoded(data: bytes, name: str) -> Picture:
+def _encoded(data: bytes, name: str, beside: int = 0) -> Picture:
+    """The picture in a file's bytes; `beside` is the memory of the text that these come from."""
     what = f"{len(data)} bytes"
     size = _peek(io.BytesIO(data), name, what)
-    return Picture(*size, data, lambda: _load(io.BytesIO(data), size, OF_ROW, what), len(data))
+    num_bytes = len(data) + beside
+    return Picture(*size, data, lambda: _load(io.BytesIO(data), size, OF_ROW, what), num_bytes)
 
 
 def _pillow(image: Any, name: str) -> Picture:
@@ -134,7 +136,7 @@ def _pillow(image: Any, name: str) -> Picture:
 
     def read() -> NDArray[np.uint8]:
         try:
-            with _lock_of(image):
+            with _lock_of(image), bounded():
                 image.load()  # reads its file, if it has not been read
             return _on_white(image)
         except BROKEN as error:
@@ -193,7 +195,7 @@ def _opened(file: Any, name: str, what: str) -> Iterator[Any]:
     try:
         Image.init()  # all plugins: at first it knows the five most frequent formats
         formats = [each for each in FORMATS if each in Image.OPEN]
-        with Image.open(file, formats=formats) as image:
+        with bounded(), Image.open(file, formats=formats) as image:
             yield image
     except Image.DecompressionBombError:
         raise ValueError(

@@ -149,7 +149,8 @@ class Attention(StatefulLayer):
             if self.rope.query_scale is not None:
                 q = q * self.rope.query_scale[positions].to(q.dtype)[:, None, None]
             out = self.backend.attend(QKV(q, k, v), self.cache, context, self.scoring)
-            if context.images is not None and context.images.spans:
+            has_spans = context.images is not None and context.images.spans
+            if has_spans and not self.backend.attends_in_images:
                 attend_in_images(q, out, self.cache, context, self.scoring)
         rows = self.kept_rows()
         return out.flatten(1) if rows is None else out.flatten(1).index_select(0, rows)

@@ -99,7 +99,7 @@ class BeamSearch:
 def beam_search(
     prompts: Sequence[list[int]],
     params: BeamSearchParams,
-    next_tokens: Callable[[list[list[int]]], Sequence[Candidates | str]],
+    next_tokens: Callable[[list[tuple[int, list[int]]]], Sequence[Candidates | str]],
     *,
     eos_token_ids: Collection[int],
     max_model_len: int,
@@ -110,8 +110,8 @@ def beam_search(
     Args:
         prompts: token ids of the prompts.
         params: parameters of the search, for all prompts.
-        next_tokens: function that gives, for sequences of tokens, the most likely next tokens of
-            each, or an error.
+        next_tokens: function that gives, for sequences, each the number of its prompt and its
+            tokens, the most likely next tokens of each, or an error.
         eos_token_ids: tokens that end a beam, see `BeamSearch`.
         max_model_len: maximum length of prompt and output together, in tokens.
         use_tqdm: whether to show a progress bar.
@@ -119,10 +119,10 @@ def beam_search(
     searches = [BeamSearch(p, params, eos_token_ids, max_model_len) for p in prompts]
     options = SHOWN if use_tqdm else SILENT
     with tqdm(total=params.max_tokens, desc="Beam search", unit="tok", **options) as bar:
-        while running := [search for search in searches if search.beams]:
-            sequences = [beam.tokens for search in running for beam in search.beams]
+        while running := [i for i, search in enumerate(searches) if search.beams]:
+            sequences = [(i, beam.tokens) for i in running for beam in searches[i].beams]
             candidates = iter(next_tokens(sequences))
-            for search in running:
-                search.advance(list(islice(candidates, len(search.beams))))
+            for i in running:
+                searches[i].advance(list(islice(candidates, len(searches[i].beams))))
             bar.update()
     return [search.error or search.best() for search in searches]

@@ -5,12 +5,12 @@ Everything is checked here, before anything is queued. Imports no torch.
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from nanovllm.images.image import PlacedImage
-from nanovllm.images.picture import PlacedPicture
-from nanovllm.images.prompts import ImagePrompts, NoImages
+from nanovllm.images.picture import PlacedPicture, SizedPicture
+from nanovllm.images.prompts import ImagePrompts, NoImages, remedies
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import (
     Params,
@@ -237,31 +237,27 @@ class Intake:
         ids = whole_numbers(items, name)
         check_vocabulary(name, ids, self._vocab_size)
         ids, pictures = self._images.place(ids, images, name)
-        self._check_length(name, len(ids), [image.num_tokens for image in images])
+        self._check_length(name, len(ids), images)
         return ReadPrompt(text, ids, pictures)
 
-    def _check_length(self, name: str, length: int, of_images: list[int]) -> None:
-        others = OTHERS if name.endswith("]") else ""  # it may be one of several
-        count, shorten = f"{length} tokens", "shorten it"
-        if of_images:
-            count = f"{length} tokens ({sum(of_images)} of images)"
-            shorten = (
-                "lower max_pixels in mm_processor_kwargs, which bounds an image's tokens, shorten "
-                "the text"
-            )
+    def _check_length(self, name: str, length: int, images: Sequence[SizedPicture]) -> None:
         if not length:
             raise ValueError(f"`{name}` must have at least one token, got none")
-        if length >= self._max_model_len:
+        others = OTHERS if name.endswith("]") else ""  # it may be one of several
+        of_images = sum(image.num_tokens for image in images)
+        count = f"{length} tokens" + f" ({of_images} of images)" * bool(images)
+        if length >= (limit := self._max_model_len):
+            ways = remedies(length, images, limit, "raise max_model_len if the model allows it")
             raise ValueError(
-                f"`{name}` must leave room for one token within max_model_len "
-                f"{self._max_model_len}, got {count}: {shorten}, or raise "
-                f"max_model_len if the model allows it{others}"
+                f"`{name}` must leave room for one token within max_model_len {limit}, got "
+                f"{count}: {ways}{others}"
             )
-        if length >= self._pool_tokens:
+        if length >= (limit := self._pool_tokens):
+            longer = "raise num_kvcache_blocks or the memory for the cache"
+            ways = remedies(length, images, limit, longer)
             raise ValueError(
-                f"`{name}` must fit the KV cache of {self._pool_tokens} tokens and leave room for "
-                f"one more, got {count}: {shorten}, or raise num_kvcache_blocks or "
-                f"the memory for the cache{others}"
+                f"`{name}` must fit the KV cache of {limit} tokens and leave room for one more, "
+                f"got {count}: {ways}{others}"
             )
 
     def read_params(

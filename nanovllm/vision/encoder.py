@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +19,8 @@ from nanovllm.tensors.image_rows import ImageRows
 from nanovllm.utils.arrays import Int32
 from nanovllm.utils.device import wait_for_device
 from nanovllm.utils.integers import cdiv
-from nanovllm.vision.layers import Alike, Tower
-from nanovllm.vision.patches import normalise
+from nanovllm.vision.layers import Alike, Tower, stack_on_device, to_device
+from nanovllm.vision.patches import normalise, of_bytes
 
 MAX_PATCHES = 32_768  # to encode at once, unless an image has more
 
@@ -37,6 +36,14 @@ def axes_of_pairs(section: tuple[int, ...], num_pairs: int) -> list[int]:
         for pair in range(axis, min(3 * section[axis], num_pairs), 3):
             axes[pair] = axis
     return axes
+
+
+def limits_of(images: BatchImages) -> Int32:
+    """`ImageRows.limits` of a step."""
+    limits = images.positions[0] + 1
+    for span in images.spans:
+        limits[span.row : span.row + span.num_tokens] = span.position + span.num_tokens
+    return limits
 
 
 class Encoder:
@@ -69,6 +76,8 @@ class Encoder:
     ) -> None:
         self._tower, self._config, self._device = tower, config, device
         self._processor, self._rope = processor, rope
+        # On the device from now on: a copy from there to here would wait for all that is launched.
+        self._mean, self._std = (of_bytes(x, device) for x in (processor.mean, processor.std))
         if rope is not None:
             half = rope.cos_sin.shape[1] // 2
             self._axes = torch.tensor(axes_of_pairs(config.mrope_section, half), device=device)
@@ -101,6 +110,8 @@ class Encoder:
         side = config.fixed_side or 32 * config.merge  # patches
         count = min(most, MAX_PATCHES) // side**2 or 1
         pixels = np.zeros((side * size, side * size, 3), np.uint8)
+        if not config.fixed_side:  # several sizes have a kernel: it is compiled now, and not later
+            self.encode([pixels, pixels[: side * size // 2]])
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         self.encode([pixels] * count)
@@ -117,7 +128,7 @@ class Encoder:
         """
         for batch in self._batches([image.shape[:2] for image in images]):
             encoded = self.encode([images[i] for i in batch])
-            places = self._to_device(np.concatenate([rows[i] for i in batch]))
+            places = to_device(np.concatenate([rows[i] for i in batch]), self._device)
             self.store.index_copy_(0, places.long(), encoded)
 
     def give(self, inputs: StepInputs, images: BatchImages) -> StepInputs:
@@ -125,23 +136,19 @@ class Encoder:
         they have several positions.
         """
         n, T = len(images.rows), len(inputs.positions)
-        arrays = images.rows, images.stored, images.positions.ravel()
-        rows, stored, axes = self._to_device(np.concatenate(arrays)).split([n, n, 3 * T])
-        spans = images.spans if self._config.are_whole else ()
-        found = ImageRows(rows.long(), self.store.index_select(0, stored), spans)
+        limits = limits_of(images) if self._config.are_whole else images.rows[:0]
+        arrays = images.rows, images.stored, images.positions.ravel(), limits
+        on_device = to_device(np.concatenate(arrays), self._device)
+        rows, stored, axes, seen = on_device.split([n, n, 3 * T, len(limits)])
+        found = ImageRows(rows.long(), self.store.index_select(0, stored))
+        if self._config.are_whole:
+            found = found._replace(spans=images.spans, limits=seen)
         context = replace(inputs.context, images=found)
         if self._rope is None:
             return inputs._replace(context=context)
         rotations = self._rope.by_axes(axes.view(3, T), self._axes)
         indices = torch.arange(T, dtype=torch.int32, device=self._device)
         return inputs._replace(context=replace(context, rotations=rotations), positions=indices)
-
-    def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
-        """The array on the device, without waiting for what is launched."""
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
 
     def _batches(self, sizes: Sequence[tuple[int, ...]]) -> Iterator[list[int]]:
         """The numbers of images, those of equal size together, to encode at once."""
@@ -162,8 +169,7 @@ class Encoder:
         """Encode images, those of equal size next to each other: [T, 1 + K, M]."""
         size, patches, alike = self._config.patch_size, [], []
         for (height, width, _), group in groupby(pictures, key=np.shape):
-            pixels = self._to_device(np.stack([*group]))
+            pixels = stack_on_device([*group], self._device)
             alike.append(Alike(height // size, width // size, len(pixels)))
-            images = normalise(pixels, self._processor.mean, self._processor.std)
-            patches.append(self._tower.cut(images))
-        return self._tower(torch.cat(patches), alike)
+            patches.append(self._tower.cut(normalise(pixels, self._mean, self._std)))
+        return self._tower(torch.cat(patches) if len(patches) > 1 else patches[0], alike)

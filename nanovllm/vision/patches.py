@@ -3,28 +3,34 @@
 import torch
 
 
-def normalise(
-    pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...], scale: float = 1 / 255
+def of_bytes(
+    values: tuple[float, ...], device: torch.device, scale: float = 1 / 255
 ) -> torch.Tensor:
-    """Pixels as floating-point numbers: (x - mean / scale) / (std / scale).
+    """A number for each colour, of values from 0 to 1, for bytes: [3, 1, 1] float32.
+
+    Args:
+        values: the numbers.
+        device: torch.device of the result.
+        scale: factor by which bytes become values.
+    """
+    found = torch.tensor(values, dtype=torch.float32) * (1.0 / scale)
+    return found.view(-1, 1, 1).to(device)
+
+
+def normalise(pixels: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """Pixels as floating-point numbers: (x - mean) / std.
 
     The operations and their order are those of transformers' classes on torchvision, which fuse
     scaling and normalisation, so the numbers have the same bits.
 
     Args:
         pixels: [n, H, W, 3] uint8.
-        mean, std: of each colour, of values from 0 to 1.
-        scale: factor that makes these of bytes.
+        mean, std: [3, 1, 1] float32, from `of_bytes`.
 
     Returns:
         [n, 3, H, W] float32.
     """
-    shifts, divisors = (
-        torch.tensor(values, dtype=torch.float32, device=pixels.device) * (1.0 / scale)
-        for values in (mean, std)
-    )
-    channels = pixels.permute(0, 3, 1, 2).float()
-    return channels.sub_(shifts.view(-1, 1, 1)).div_(divisors.view(-1, 1, 1))
+    return pixels.permute(0, 3, 1, 2).float().sub_(mean).div_(std)
 
 
 def cut(images: torch.Tensor, size: int, merge: int, frames: int) -> torch.Tensor:

@@ -4,9 +4,9 @@ Module names are those of the checkpoints. Letters: P patches, D head size, V hi
 tower, M that of the language model, T embeddings: P / merge^2, K blocks of deepstack.
 """
 
-from collections import OrderedDict
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,41 +19,47 @@ from nanovllm.vision.layers import (
     LayerNorm,
     Linear,
     PatchProduct,
+    Spans,
     Table,
     Tower,
     attend_within_images,
+    find_spans,
+    to_device,
 )
 from nanovllm.vision.patches import cut
 
 THETA = 10_000.0
-NUM_KEPT = 16  # grids whose places are remembered
 
 
 class Places(NamedTuple):
-    """The places of an image's patches.
+    """The places of patches in their images.
 
     Attributes:
-        taps: [P, 4] int64, the nearest rows of the table of learned positions.
-        weights: [P, 4] float32, their shares.
-        cos, sin: [P, 1, D / 2] float32, the rotation of queries and keys.
+        taps: [4, P] int64, the nearest rows of the table of learned positions.
+        weights: [4, P, 1] float32, their shares.
+        cos_sin: [P, D] float32, the rotation of queries and keys, cosines before sines.
     """
 
     taps: torch.Tensor
     weights: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos_sin: torch.Tensor
 
 
-def make_places(
-    rows: int, columns: int, config: VisionConfig, device: torch.device | None = None
-) -> Places:
-    """The places of a grid's patches, in the order of `cut`.
+def make_places(images: list[Alike], config: VisionConfig, device: torch.device) -> Places:
+    """The places of the patches of images, in the order of `cut`.
 
     A patch's learned position is sampled bilinearly from a square table, whose corners are those of
     the grid. Its rotation is by its row in the first half of the pairs, by its column in the other.
+    All images are computed at once: on a GPU each operator takes as long for a few patches.
     """
     m = config.merge
-    i = torch.arange(rows * columns, device=device)
+    sizes = np.array([(each.rows, each.columns, each.num_patches) for each in images])
+    totals = sizes[:, 2] * [each.num_images for each in images]
+    facts = np.stack([*sizes.T, totals, totals.cumsum() - totals])
+    of_sizes = to_device(facts, device)  # [5, sizes]
+    of_patches = of_sizes.repeat_interleave(of_sizes[3], 1, output_size=int(totals.sum()))
+    rows, columns, num_patches, _, begin = of_patches  # [P] each
+    i = (torch.arange(len(rows), device=device) - begin) % num_patches
     square, inside = i // (m * m), i % (m * m)
     per_row = columns // m
     row = square // per_row * m + inside // m  # [P]
@@ -72,13 +78,15 @@ def make_places(
     exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
     inverse = 1.0 / THETA**exponents  # [D / 4]
     angles = torch.cat([torch.outer(x.float(), inverse) for x in (row, column)], dim=1)
-    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-    return Places(torch.stack(taps, 1), torch.stack(weights, 1), cos, sin)
+    shares = torch.stack(weights).unsqueeze(2)
+    return Places(torch.stack(taps), shares, torch.cat([angles.cos(), angles.sin()], dim=1))
 
 
-def _nearest(index: torch.Tensor, count: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _nearest(
+    index: torch.Tensor, count: torch.Tensor, side: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The row of a table of `side` rows below each place, and the share of the one above it."""
-    at = index.float() * (side - 1) / max(count - 1, 1)
+    at = index.float() * (side - 1) / (count - 1).clamp(min=1)
     low = at.floor()
     return low.long(), at - low
 
@@ -101,26 +109,29 @@ class Attention(nn.Module):
 
     def __init__(self, config: VisionConfig, build: Build) -> None:
         super().__init__()
-        V, self._num_heads = config.hidden_size, config.num_heads
+        V, self._num_heads, self._fused = config.hidden_size, config.num_heads, build.fused
         self.qkv, self.proj = Linear(V, 3 * V, build), Linear(V, V, build)
 
-    def forward(
-        self, x: torch.Tensor, images: list[Alike], cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        """[P, V] -> [P, V]; cos, sin: [P, 1, D / 2]"""
-        qkv = self.qkv(x).unflatten(-1, (3, self._num_heads, -1))  # [P, 3, H, D]
-        q, k = _rotate(qkv[:, :2], cos.unsqueeze(1), sin.unsqueeze(1)).unbind(1)
-        return self.proj(attend_within_images(q, k, qkv[:, 2], images).flatten(1))
+    def forward(self, x: torch.Tensor, spans: Spans, cos_sin: torch.Tensor) -> torch.Tensor:
+        """[P, V] -> [P, V]; cos_sin: [P, D]"""
+        H = self._num_heads
+        qkv = self.qkv(x).unflatten(-1, (3 * H, -1))  # [P, 3 H, D]
+        if self._fused:
+            from nanovllm.kernels.attention.rotate import rotate_
+
+            rotate_(qkv[:, : 2 * H], cos_sin)
+            q, k, v = qkv.chunk(3, dim=1)
+        else:
+            q, k = _rotate(qkv[:, : 2 * H], cos_sin).chunk(2, dim=1)
+            v = qkv[:, 2 * H :]
+        return self.proj(attend_within_images(q, k, v, spans).flatten(1))
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x: [P, 2, H, D], in float32. Few operators: each reads all from memory."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x: [P, H, D], in float32, by the rows of cos_sin: [P, D]."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     x1, x2 = x.float().chunk(2, dim=-1)
-    out1, out2 = out.chunk(2, dim=-1)
-    out1.copy_((x1 * cos).addcmul_(x2, sin, value=-1))
-    out2.copy_((x2 * cos).addcmul_(x1, sin))
-    return out
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -133,10 +144,8 @@ class Block(nn.Module):
         self.attn = Attention(config, build)
         self.mlp = MLP(V, config.intermediate_size, ("linear_fc1", "linear_fc2"), build)
 
-    def forward(
-        self, x: torch.Tensor, images: list[Alike], cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), images, cos, sin)
+    def forward(self, x: torch.Tensor, spans: Spans, cos_sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), spans, cos_sin)
         return x + self.mlp(self.norm2(x))
 
 
@@ -178,7 +187,7 @@ class Qwen3VLTower(Tower):
             self.deepstack_merger_list = nn.ModuleList(
                 Merger(config, build, joins_first=True) for _ in config.deepstack
             )
-        self._places: OrderedDict[tuple[int, int], Places] = OrderedDict()
+        self._fused = build.fused
 
     def cut(self, images: torch.Tensor) -> torch.Tensor:
         config = self.config
@@ -186,28 +195,16 @@ class Qwen3VLTower(Tower):
 
     def forward(self, patches: torch.Tensor, images: list[Alike]) -> torch.Tensor:
         x = self.patch_embed(patches)
-        learned, turns = [], []
-        for each in images:
-            places, n = self._places_of(each, x.device), each.num_images
-            taps = F.embedding(places.taps, self.pos_embed.weight)  # [P, 4, V]
-            learned.append((taps * places.weights.unsqueeze(2)).sum(1).repeat(n, 1))
-            turns.append((places.cos.repeat(n, 1, 1), places.sin.repeat(n, 1, 1)))
-        x = x + torch.cat(learned).to(x.dtype)
-        cos, sin = map(torch.cat, zip(*turns, strict=True))
+        places = make_places(images, self.config, x.device)
+        learned = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for taps, shares in zip(places.taps, places.weights, strict=True):
+            learned.addcmul_(F.embedding(taps, self.pos_embed.weight), shares)
+        x = x + learned.to(x.dtype)
+        spans = find_spans(images, self._fused, x.device)
         stacked = []
         for i, block in enumerate(self.blocks):
-            x = block(x, images, cos, sin)
+            x = block(x, spans, places.cos_sin)
             if i in self.config.deepstack:
                 merger = self.deepstack_merger_list[self.config.deepstack.index(i)]
                 stacked.append(merger(x))
         return torch.stack([self.merger(x), *stacked], dim=1)
-
-    def _places_of(self, images: Alike, device: torch.device) -> Places:
-        """The places of a grid, the most recent of which are kept."""
-        grid = images.rows, images.columns
-        if grid not in self._places:
-            self._places[grid] = make_places(*grid, self.config, device)
-        self._places.move_to_end(grid)
-        if len(self._places) > NUM_KEPT:
-            self._places.popitem(last=False)
-        return self._places[grid]

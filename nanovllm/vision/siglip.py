@@ -17,6 +17,7 @@ from nanovllm.vision.layers import (
     LayerNorm,
     Linear,
     PatchProduct,
+    Spans,
     Table,
     Tower,
     attend_within_images,
@@ -47,12 +48,12 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj = Linear(V, V, build), Linear(V, V, build)
         self.v_proj, self.out_proj = Linear(V, V, build), Linear(V, V, build)
 
-    def forward(self, x: torch.Tensor, images: list[Alike]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, spans: Spans) -> torch.Tensor:
         q, k, v = (
             proj(x).unflatten(1, (self._num_heads, -1))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.out_proj(attend_within_images(q, k, v, images).flatten(1))
+        return self.out_proj(attend_within_images(q, k, v, spans).flatten(1))
 
 
 class Block(nn.Module):
@@ -65,8 +66,8 @@ class Block(nn.Module):
         self.self_attn = Attention(config, build)
         self.mlp = MLP(V, config.intermediate_size, ("fc1", "fc2"), build)
 
-    def forward(self, x: torch.Tensor, images: list[Alike]) -> torch.Tensor:
-        x = x + self.self_attn(self.layer_norm1(x), images)
+    def forward(self, x: torch.Tensor, spans: Spans) -> torch.Tensor:
+        x = x + self.self_attn(self.layer_norm1(x), spans)
         return x + self.mlp(self.layer_norm2(x))
 
 
@@ -89,8 +90,9 @@ class SiglipTower(nn.Module):
 
     def forward(self, patches: torch.Tensor, images: list[Alike]) -> torch.Tensor:
         x = self.embeddings(patches)
+        spans = Spans(images)  # of one size
         for block in self.encoder.layers:
-            x = block(x, images)
+            x = block(x, spans)
         return self.post_layernorm(x)
 
 

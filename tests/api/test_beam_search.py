@@ -124,7 +124,7 @@ def toy_search(seed, vocab, prompts, params, eos=(), max_model_len=100):
 
     def next_tokens(sequences):
         counts.append(len(sequences))
-        rows = [toy_logprobs(seed, vocab, tuple(ids)) for ids in sequences]
+        rows = [toy_logprobs(seed, vocab, tuple(ids)) for _, ids in sequences]
         best = [sorted(range(vocab), key=lambda t, r=row: -r[t]) for row in rows]
         return [
             {token: row[token] for token in ids[: 2 * params.beam_width]}

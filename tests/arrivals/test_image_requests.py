@@ -20,7 +20,7 @@ from seeing import GREEDY, PICTURE, make_seeing, make_seeing_gemma3, photo, refe
 from vision_checkpoints import PAD
 
 from checkpoints import SMALL, assert_idle
-from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from nanovllm.report.reading import read_trace
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "max_num_batched_tokens": 256}
@@ -142,7 +142,11 @@ def test_refusals_come_before_anything_runs(seeing: LLM, tmp_path: Path) -> None
         ({"multi_modal_data": {"image": A}}, "must have the keys `prompt` or"),
         (
             {"prompt": PICTURE * 3 + "a" * 120, "multi_modal_data": {"image": [LARGE] * 3}},
-            r"got 231 tokens \(\d+ of images\): lower max_pixels in mm_processor_kwargs",
+            r"got 231 tokens \(105 of images\): shorten the text, or raise max_model_len",
+        ),
+        (
+            {"prompt": PICTURE * 3 + "a" * 20, "multi_modal_data": {"image": [LARGE] * 3}},
+            r"got 131 tokens \(105 of images\): lower max_pixels in .*, shorten the text, or raise",
         ),
     ]
     steps = seeing.metrics()["num_steps"]
@@ -455,6 +459,18 @@ def test_a_model_that_does_not_see(path: Path, checkpoint: Path, tmp_path: Path)
         pytest.raises(ValueError, match="has no effect: Qwen3ForCausalLM does not see"),
     ):
         llm.generate([limits], GREEDY, use_tqdm=False)
+    options: dict[str, Any] = {
+        "limit_mm_per_prompt": {"image": {"count": 2}},
+        "mm_processor_kwargs": {"max_pixels": 4096},
+        "allowed_local_media_path": str(tmp_path),
+        "allowed_media_domains": ["a.org"],
+    }
+    for name, value in options.items():
+        with pytest.raises(ValueError, match=f"`{name}` must be left out .*Qwen3ForCausalLM does"):
+            LLM(checkpoint, **SMALL, **{name: value})
+    none: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0}, "mm_processor_kwargs": {}}
+    LLM(checkpoint, **SMALL, **none, language_model_only=True).exit()
+    LLM(checkpoint, **SMALL, **none).exit()
     lacking = shutil.copytree(path, tmp_path / "lacking")
     for name in ("preprocessor_config.json", "processor_config.json"):
         (lacking / name).unlink(missing_ok=True)
@@ -501,11 +517,52 @@ def test_ctrl_c_in_a_wait_for_images(
     assert found(finished[0]) == expected(path, f"a{PICTURE}b", [A])
 
 
-def test_beam_search_takes_text(seeing: LLM) -> None:
-    from nanovllm import BeamSearchParams
+def test_beams_of_prompts_with_images(seeing: LLM, tmp_path: Path) -> None:
+    """Each image is read once, by threads, before the first step; one that cannot be read is the
+    error of its prompt.
+    """
+    cut = tmp_path / "cut.png"
+    cut.write_bytes(encoded(LARGE)[:2000])
+    images = [A, cut, B, A, None]
+    prompts = [
+        {"prompt": PICTURE + "a" if image else "a", "multi_modal_data": {"image": image}}
+        for image in images
+    ]
+    params = BeamSearchParams(beam_width=2, max_tokens=5)
+    seeing.reset_prefix_cache()
+    before = seeing.metrics()
+    outputs = seeing.beam_search(prompts, params)
+    after = seeing.metrics()
+    assert [output.error is None for output in outputs] == [True, False, True, True, True]
+    assert "cut.png" in (outputs[1].error or "")
+    assert after["num_images_prepared"] - before["num_images_prepared"] == 2
+    assert after["num_images_encoded"] - before["num_images_encoded"] == 2
+    assert after["image_bytes"] == after["num_images_waiting"] == 0
+    a, _, b, again, text = (output.sequences for output in outputs)
+    assert [beam.tokens for beam in a] == [beam.tokens for beam in again] and len(a) == 2
+    assert len({beam.text for beams in (a, b, text) for beam in beams}) > 2
+    waits = seeing.add_request(prompts[0], GREEDY)
+    with pytest.raises(RuntimeError, match="without other requests"):
+        seeing.beam_search(prompts[:1], params)
+    assert seeing.abort(waits)
+    assert_idle(seeing)
 
-    with pytest.raises(ValueError, match="for beam_search\\(\\), got images"):
-        seeing.beam_search(
-            [{"prompt": PICTURE, "multi_modal_data": {"image": A}}],
-            BeamSearchParams(beam_width=2, max_tokens=2),
-        )
+
+def test_an_interrupted_beam_search_leaves_nothing(
+    seeing: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(A, monkeypatch)
+
+    def interrupt(seconds: float) -> None:
+        gate.open.set()
+        raise KeyboardInterrupt
+
+    prompt = {"prompt": PICTURE, "multi_modal_data": {"image": gate.array}}
+    params = BeamSearchParams(beam_width=2, max_tokens=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(seeing.core._preparation, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            seeing.beam_search([prompt], params)
+    assert seeing.metrics()["image_bytes"] == 0
+    [output] = seeing.beam_search([prompt], params)
+    assert output.error is None and len(output.sequences) == 2

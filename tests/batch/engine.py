@@ -26,6 +26,7 @@ class StandIn:
     tokenizer = None
     image_prompts = NoImages("it is a stand-in")
     is_closed = False
+    core = SimpleNamespace(has_room=True)
 
     def __init__(self, max_num_seqs=4, keep=True, rate=0.5):
         self.config = SimpleNamespace(

@@ -216,6 +216,27 @@ def test_requests_of_openai(llm: LLM, folder: Path, tmp_path: Path, texts: dict[
     assert results["network"]["response"]["status_code"] == 400
 
 
+def test_rows_wait_while_pictures_take_up_the_memory(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data in their messages count from the moment that they are held."""
+    monkeypatch.setattr(llm.core._preparation, "_max_bytes", 1)  # type: ignore[attr-defined]
+    taken, done = [], []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for i in range(6):
+            taken.append(i)
+            assert len(taken) - len(done) <= 1 + (i > 4), "one at once, and the last two"
+            part = {"type": "image_url", "image_url": {"url": url(photo(70 + i, 90, i))}}
+            message = {"role": "user", "content": [part] if i < 5 else "no picture"}
+            yield {"messages": [message], "custom_id": i}
+
+    for result in run(llm, rows(), GREEDY):
+        assert result.error is None
+        done.append(result.row.custom_id)
+    assert sorted(done) == taken == [*range(6)]
+
+
 def test_pictures_of_hosts(path: Path, tmp_path: Path) -> None:
     """Rows pass one whose host is slow: the engine does not wait for it."""
     params = GREEDY

@@ -37,7 +37,7 @@ class Pictures:
                 raise error
             return np.full((8, 8, 3), len(name), np.uint8)
 
-        return SizedPicture(Picture(8, 8, name, read), 8, 8, 1)
+        return SizedPicture(Picture(8, 8, name, read), 8, 8, 1, 1)
 
     def has_begun(self, *names):
         with self.changed:
@@ -211,6 +211,27 @@ def test_encoded_data_count_as_long_as_they_are_there(pictures, prepare):
     assert preparation.held_bytes == BYTES + 1000
     preparation.release([0])
     assert preparation.held_bytes == 0
+
+
+def test_encoded_data_that_wait_count_for_those_who_add(pictures, prepare):
+    """They keep no other picture from a thread: what is there already does not go by waiting."""
+    preparation = prepare(num_threads=1, max_bytes=3 * COST)
+    for name in "abcd":
+        sized = pictures.make(name)
+        sized = replace(sized, picture=replace(sized.picture, source_bytes=COST))
+        assert preparation.has_room == (name in "ab")
+        preparation.add(ord(name), placed(sized))
+    assert preparation.held_bytes == 2 * COST and preparation.waiting_bytes == 3 * COST
+    preparation.release([ord("c")])
+    pictures.open("a", "b", "d")
+    for name in "ab":
+        assert ready(preparation, 1)[0].request_id == ord(name)
+        preparation.release([ord(name)])
+    assert ready(preparation, 1)[0].request_id == ord("d") and preparation.has_room
+    assert preparation.waiting_bytes == 0, "neither of the dropped one nor of the last"
+    preparation.add(0, placed(replace(pictures.make("e"), picture=sized.picture)))
+    preparation.close()
+    assert preparation.waiting_bytes == 0
 
 
 def test_released_before_it_is_ready(pictures, prepare):

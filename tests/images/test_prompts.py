@@ -5,7 +5,7 @@ import pytest
 from PIL import Image as Pillow
 
 from nanovllm.images.processor import ImageProcessor
-from nanovllm.images.prompts import ImagePrompts, ImageTokens
+from nanovllm.images.prompts import ImagePrompts, ImageTokens, remedies
 from nanovllm.images.urls import Media
 
 PROCESSOR = ImageProcessor(4, 2, "bicubic", min_pixels=64, max_pixels=64 * 50)
@@ -129,3 +129,45 @@ def test_files_that_messages_may_name(tmp_path):
         Media("").find((allowed / "x.png").as_uri(), "url")
     with pytest.raises(ValueError, match="cannot be read"):
         media.find("a\0b", "url")
+
+
+SMALLER = "lower max_pixels in mm_processor_kwargs, which bounds an image's tokens"
+
+
+@pytest.mark.parametrize(
+    ("of_text", "sizes", "limit", "found"),
+    [
+        (100, [], 100, "shorten it, or raise it"),
+        (100, [(16, 24)], 90, "shorten the text, or raise it"),  # 6 tokens
+        (100, [(16, 24)], 102, f"shorten the text, {SMALLER}, or raise it"),
+        (5, [(32, 64)] * 2, 66, f"{SMALLER}, shorten the text, or raise it"),  # 32 tokens each
+        (30, [(32, 64)] * 2, 33, f"{SMALLER}, or raise it"),
+        (40, [(32, 64)] * 2, 33, f"shorten the text and {SMALLER}, or raise it"),
+        (40, [(8, 8)] * 3, 42, "shorten the text, pass fewer images, or raise it"),
+        (40, [(8, 8)] * 2, 39, "shorten the text, or raise it"),
+        (0, [(8, 80)], 7, f"{SMALLER}, or raise it"),  # 10 tokens, at least 3
+        (0, [(8, 80)], 3, "raise it"),
+    ],
+)
+def test_what_to_do_about_a_long_prompt(of_text, sizes, limit, found):
+    """`max_pixels` is named where lowering it helps, and shortening the text likewise."""
+    images = prompts().open({"image": [pixels(*size) for size in sizes]}, None, "prompt")
+    length = of_text + sum(image.num_tokens for image in images)
+    assert remedies(length, images, limit, "raise it") == found
+    if SMALLER in found:  # and it does help, with the text alone or beside its shortening
+        data, lowest = {"image": [pixels(*size) for size in sizes]}, {"max_pixels": 64}
+        images = prompts().open(data, {**lowest, "min_pixels": 1}, "prompt")
+        least = sum(image.num_tokens for image in images)
+        assert least + ("text and" not in found) * of_text < limit
+
+
+def test_images_of_one_size_cannot_be_smaller():
+    processor = ImageProcessor(4, 0, "bilinear", fixed_size=(32, 32), fixed_tokens=16)
+    ours = ImagePrompts(processor, ImageTokens(PAD, TEXT), 9, 60, Media(""))
+    for count, limit, said in (
+        (1, 30, "shorten the text, or raise it"),
+        (2, 40, "pass fewer images, shorten the text, or raise it"),
+        (2, 36, "shorten the text, or raise it"),
+    ):
+        images = ours.open({"image": [pixels(9, 9)] * count}, None, "prompt")
+        assert remedies(20 + 16 * count, images, limit, "raise it") == said

@@ -47,7 +47,9 @@ from nanovllm.kernels.attention import decode_many as paged_decode
 from nanovllm.kernels.attention import prefill as paged_prefill
 from nanovllm.kernels.attention.decode_many import decode_tiles
 from nanovllm.kernels.attention.gate import gate_heads
+from nanovllm.kernels.attention.prefill import attend_to_limits
 from nanovllm.kernels.attention.rope import qk_norm_rope_store
+from nanovllm.kernels.attention.rotate import rotate_
 from nanovllm.kernels.attention.splits import choose_num_splits
 from nanovllm.kernels.device_features import can_describe, describe, spare_rows
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
@@ -451,6 +453,42 @@ def test_rotary_embedding_is_that_of_transformers() -> None:
     positions = torch.arange(T, dtype=torch.int32, device=DEVICE)
     for x, wanted in ((q, wanted_q), (k, wanted_k)):
         close(rope(positions, x[0].transpose(0, 1)), wanted[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("H", "D"), [(2, 64), (16, 72), (33, 16)])
+def test_heads_of_towers_are_rotated_in_place(H: int, D: int, dtype: torch.dtype) -> None:
+    """Queries and keys of a projection, and not its values."""
+    T = 5
+    qkv = randn(T, 3 * H, D, dtype=dtype)
+    angles = 7 * randn(T, D // 2, seed=1)
+    before, found = qkv.clone(), qkv[:, : 2 * H]
+    rotate_(found, torch.cat([angles.cos(), angles.sin()], dim=1))
+    x = torch.view_as_complex(torch.stack(before[:, : 2 * H].double().chunk(2, dim=-1), dim=-1))
+    wanted = torch.view_as_real(x * torch.exp(1j * angles.double())[:, None])
+    close(found, torch.cat(wanted.unbind(-1), dim=-1))
+    assert torch.equal(qkv[:, 2 * H :], before[:, 2 * H :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [64, 72])
+def test_attention_within_sequences(D: int, dtype: torch.dtype) -> None:
+    """Each token sees all of its sequence, or its first ones, where a projection has its heads."""
+    lens, H = [5, 130, 64, 33], 2
+    qkv = randn(sum(lens), 3 * H, D, dtype=dtype)
+    begins = torch.tensor([0, *lens]).cumsum(0).to(DEVICE, torch.int32)
+    limits = torch.tensor(lens).repeat_interleave(torch.tensor(lens))
+    limits[-10:] = torch.arange(24, 34)
+    found = attend_to_limits(
+        *qkv.chunk(3, dim=1), begins, max(lens), limits.to(DEVICE, torch.int32)
+    )
+    wanted = []
+    for x, seen in zip(qkv.double().split(lens), limits.to(DEVICE).split(lens), strict=True):
+        q, k, v = (heads.transpose(0, 1) for heads in x.chunk(3, dim=1))  # [H, n, D]
+        mask = torch.arange(len(x), device=DEVICE) < seen[:, None]
+        found_there = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        wanted.append(found_there.transpose(0, 1))
+    close(found, torch.cat(wanted))
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])

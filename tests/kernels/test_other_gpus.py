@@ -252,6 +252,20 @@ def test_largest_attention_fits_the_least_memory(card: str, dtype: str, tmp_path
     check(card, dtype, kernels)
 
 
+@pytest.mark.parametrize(("card", "dtype"), [("9.0", "bfloat16"), ("8.0", "float16")])
+def test_images(card: str, dtype: str, tmp_path: Path) -> None:
+    """Towers' heads of 64 spill nothing."""
+    run(card, [{"kind": "images", "dtype": dtype}], tmp_path)
+    kernels = compiled(tmp_path)
+    check(card, dtype, kernels)
+    names = Counter(kernel.name for kernel in kernels)
+    assert names == {"_rotate_kernel": 2, "_prefill_kernel": 6}
+    assert all(kernel.spilled == 0 for kernel in kernels if kernel.name == "_rotate_kernel")
+    print(sorted((kernel.shared, kernel.spilled) for kernel in kernels))
+    if card in WITH_DEPENDENT_LAUNCH:
+        check_waits(tmp_path, names.keys())
+
+
 @pytest.mark.parametrize("card", ["9.0", "8.0", "12.0"])
 def test_delta_nets(card: str, tmp_path: Path) -> None:
     """A thread's numbers are in registers, but for few where tensor cores take both operands from
@@ -292,6 +306,7 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
                 yield options | {"shape": shape} | sizes
     for K, V in ((128, 128), (64, 64), (32, 16)):
         yield {"kind": "delta net", "dtype": dtype, "K": K, "V": V}
+    yield {"kind": "images", "dtype": dtype}
     options |= {"head_dim": 128, "max_num_seqs": 64}
     yield options | {"shape": "8B", "architecture": "Qwen2ForCausalLM"}
     for sparse in ("Qwen3MoeForCausalLM", "GptOssForCausalLM"):

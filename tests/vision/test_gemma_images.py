@@ -3,6 +3,7 @@ no prefix of the cache ends inside an image.
 """
 
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,23 @@ import pytest
 import torch
 from modes import MODES, SMALL_POOLS, Mode, engine_in
 from safetensors.torch import load_file, save_file
-from vision_checkpoints import make_gemma3, picture, reference, run
+from vision_checkpoints import (
+    given_to_generate,
+    make_gemma3,
+    picture,
+    reference,
+    reference_beams,
+    run,
+)
 
 from checkpoints import SMALL, greedy, tokens, with_rare
-from nanovllm import LLM
+from nanovllm import LLM, BeamSearchParams
+from nanovllm.attention.base import QKV
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.compiling import rehearsal
+from nanovllm.distributed.group import Group
+from nanovllm.layers import attention
 
 ONE, TWO, THREE = (picture(64, 64, seed) for seed in (1, 2, 3))
 PROMPTS: list[list[Any]] = [
@@ -57,6 +71,72 @@ def test_tokens_are_those_of_transformers(
     with engine_in(Mode(name, overlap), path) as llm:
         assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
         assert llm.metrics()["num_images_encoded"] >= 3
+
+
+@pytest.mark.parametrize("most", [SMALL["max_num_batched_tokens"], 24])
+def test_the_kernel_for_prompts_sees_to_the_ends_of_images(
+    most: int, path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In layers that slide, too, beside decodes and in chunks: nothing is attended again."""
+    kernels = TritonBackend()
+    limits = []
+
+    def prefill(self: Any, qkv: QKV, cache: Any, context: Any, scoring: Any) -> torch.Tensor:
+        if context.images is not None:
+            limits.append(context.images.limits[context.num_decodes :])
+        return kernels.prefill(qkv, cache, context, scoring)
+
+    def attend_again(*args: Any) -> None:
+        raise AssertionError("attended again")
+
+    monkeypatch.setattr(TorchBackend, "prefill", prefill)
+    monkeypatch.setattr(TorchBackend, "attends_in_images", True)
+    monkeypatch.setattr(attention, "attend_in_images", attend_again)
+    some, count = [0, 1, 2, 3, 7], 8
+    with LLM(path, **{**SMALL, "max_num_batched_tokens": most}) as llm:
+        found = run(llm, [PROMPTS[i] for i in some], [greedy(count)] * len(some))
+    assert tokens(found) == [wanted[i][:count] for i in some]
+    beyond = [(each.diff() <= 0).any() for each in limits]
+    assert limits and all(beyond), "rows that see as far as the next ones"
+
+
+def test_kernels_for_images_are_rehearsed(
+    path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short prompts and long ones, with and without cached tokens; a model of text has none."""
+    monkeypatch.setattr(rehearsal, "StaticInputs", lambda *args: None)  # which are for CUDA graphs
+    for model, has_images in ((path, True), (checkpoint, False)):
+        limits = []
+        with LLM(model, **SMALL) as llm:
+            built = llm.model_runner.built
+
+            def compute(inputs: Any, built: Any = built, limits: Any = limits) -> Any:
+                context = inputs.context
+                if context.images is not None:
+                    assert torch.equal(context.images.limits, inputs.positions + 1)
+                    limits.append((context.max_seqlen_q, context.num_keys > len(inputs.positions)))
+                    with torch.inference_mode():
+                        built.step.run_model(inputs)
+
+            facts = llm.config, llm.model_config, Group(), torch.device("cpu")
+            most = {"max_model_len": llm.max_model_len, "members": 0, "max_prompt_tokens": 0}
+            rehearsal.Rehearsal(compute, built.step.model, built.pool, *facts, **most)._prompts()
+        assert bool(limits) == has_images
+        if has_images:
+            assert {(n > 32, cached) for n, cached in limits} == {*product([False, True], repeat=2)}
+
+
+def test_beams_are_those_of_transformers(path: Path) -> None:
+    prompts: list[list[Any]] = [[[5] * 12, image, [3] * 17] for image in (ONE, TWO)]
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    with LLM(path, **SMALL) as llm:
+        outputs = llm.beam_search([given_to_generate(path, parts) for parts in prompts], params)
+        assert llm.metrics()["num_images_encoded"] == 2
+    for parts, output in zip(prompts, outputs, strict=True):
+        wanted = reference_beams(path, parts, 3, 6)
+        assert [beam.tokens for beam in output.sequences] == [ids for ids, _ in wanted]
+        found = [beam.cum_logprob for beam in output.sequences]
+        assert found == pytest.approx([total for _, total in wanted], abs=1e-3)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -16,13 +16,14 @@ from vision_checkpoints import (
     given_to_generate,
     picture,
     reference,
+    reference_beams,
     reference_logprobs,
     run,
     with_inputs_first,
 )
 
 from checkpoints import SMALL, greedy, rare, tokens
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 
 FLAT, TALL = picture(32, 256, 1), picture(192, 64, 2)
 LARGE, OTHER = picture(160, 192, 3), picture(160, 192, 4)  # of equal size
@@ -71,6 +72,28 @@ def test_tokens_are_those_of_transformers(mode: Mode, path: Path, wanted: list[l
         assert metrics["num_images_encoded"] >= 6, "different images"
         if mode.caches:
             assert metrics["num_image_hits"] > 0
+
+
+@in_every_mode("chunks-overlap", "no-cache", pools=False)
+def test_beams_are_those_of_transformers(mode: Mode, path: Path) -> None:
+    """They share the prompt's blocks, and its image is encoded once; that of another prompt with
+    the same text is another.
+    """
+    prompts = [[[5] * 12, image, [3] * 17] for image in (LARGE, OTHER)]
+    expected = [reference_beams(path, parts, 3, 6) for parts in prompts]
+    assert expected[0][0][0] != expected[1][0][0]
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    with engine_in(mode, path) as llm:
+        outputs = llm.beam_search([given_to_generate(path, parts) for parts in prompts], params)
+        metrics = llm.metrics()
+    for output, beams in zip(outputs, expected, strict=True):
+        assert [beam.tokens for beam in output.sequences] == [tokens for tokens, _ in beams]
+        found = [beam.cum_logprob for beam in output.sequences]
+        assert found == pytest.approx([total for _, total in beams], abs=1e-3)
+    assert metrics["num_images_prepared"] == 2
+    if mode.caches:
+        assert metrics["num_images_encoded"] == 2
+        assert metrics["num_cached_tokens"] >= 2 * 5 * 32, "blocks of the prompts"
 
 
 def test_a_prefix_of_the_cache_is_of_the_same_image(path: Path, wanted: list[list[int]]) -> None:

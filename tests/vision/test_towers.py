@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3_5Config, Qwen3VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
@@ -16,6 +17,7 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.vision import QWEN3_VL, read_vision
 from nanovllm.distributed.group import Group
 from nanovllm.images.processor import ImageProcessor
+from nanovllm.kernels.attention import prefill
 from nanovllm.layers.base import Build
 from nanovllm.models.loader import shards_of_all
 from nanovllm.vision import encoder
@@ -44,7 +46,12 @@ def make_images(sizes: list[tuple[int, int]]) -> list[np.ndarray]:
 
 
 def make_encoders(
-    kind: str, head_dim: int, dtype: torch.dtype = torch.float32, invariant: bool = False
+    kind: str,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    invariant: bool = False,
+    fused: bool = False,
 ) -> tuple[Any, Encoder]:
     """The tower of transformers, and ours with the same weights."""
     sizes = {**SIZES, "hidden_size": 2 * head_dim}
@@ -65,7 +72,7 @@ def make_encoders(
     if kind == "qwen3-vl":
         text["deepstack_visual_indexes"] = [8, 16, 24]
     facts = read_vision(whole, text, QWEN3_VL, sizes["out_hidden_size"])
-    build = Build(dtype, False, Group(), TorchBackend(), 64, batch_invariant=invariant)
+    build = Build(dtype, fused, Group(), TorchBackend(), 64, batch_invariant=invariant)
     tower = make_tower(facts, build)
     weights = reference.state_dict()
     shards = shards_of_all(tower)
@@ -91,16 +98,33 @@ def reference_rows(reference: Any, images: list[np.ndarray]) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("kind", "head_dim", "most"),
-    [("qwen3-vl", 64, 50), ("qwen3-vl", 72, 32_768), ("qwen3.5", 64, 0)],
-    ids=["qwen3-vl, two at once", "qwen3-vl, all at once", "qwen3.5, one at a time"],
+    ("kind", "head_dim", "most", "fused"),
+    [
+        ("qwen3-vl", 64, 50, False),
+        ("qwen3-vl", 72, 32_768, False),
+        ("qwen3-vl", 72, 32_768, True),
+        ("qwen3.5", 64, 0, False),
+        ("qwen3.5", 64, 50, True),
+    ],
+    ids=[
+        *("qwen3-vl, two at once", "qwen3-vl, all at once", "qwen3-vl, all by kernels"),
+        *("qwen3.5, one at a time", "qwen3.5, two by kernels"),
+    ],
 )
 def test_towers_are_those_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, kind: str, head_dim: int, most: int
+    monkeypatch: pytest.MonkeyPatch, kind: str, head_dim: int, most: int, fused: bool
 ) -> None:
     """Images of all forms, in any order, encoded together and apart, into rows as assigned."""
     monkeypatch.setattr(encoder, "MAX_PATCHES", most)
-    reference, ours = make_encoders(kind, head_dim)
+    sizes: list[int] = []
+    attend = prefill.attend_to_limits
+
+    def spy(*args: Any) -> torch.Tensor:
+        sizes.append(len(args[3]) - 1)
+        return attend(*args)
+
+    monkeypatch.setattr(prefill, "attend_to_limits", spy)
+    reference, ours = make_encoders(kind, head_dim, fused=fused)
     images = make_images(IMAGES)
     wanted = reference_rows(reference, images)
     lens = [len(each) for each in wanted]
@@ -114,6 +138,39 @@ def test_towers_are_those_of_transformers(
         torch.testing.assert_close(ours.store[own.tolist()], want, atol=1e-4, rtol=1e-4)
     left = sorted({*range(64)} - {*places})
     assert torch.equal(ours.store[left], before[left])
+    by_kernel = {(False, most): 0, (True, 32_768): 3 * 6, (True, 50): 3 * 5}
+    assert sum(sizes) == by_kernel[fused, most], "images in batches of several sizes, by blocks"
+
+
+class Waits(TorchDispatchMode):
+    """The operators that would wait for a GPU, for numbers that the host looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select"):
+            self.found.append(name)
+        if name == "repeat_interleave" and not (kwargs or {}).get("output_size"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sizes", [IMAGES, IMAGES[:1]], ids=["several sizes", "one"])
+def test_encoding_waits_for_nothing(
+    sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it copy from memory that is not pinned, as `torch.tensor` does."""
+    _, ours = make_encoders("qwen3-vl", 64, fused=True)
+    images = make_images(sizes)
+    rows = np.arange(sum(h * w // 1024 for h, w in sizes), dtype=np.int32)
+    lens = np.cumsum([h * w // 1024 for h, w in sizes])[:-1]
+    monkeypatch.delattr(torch, "tensor")
+    with torch.inference_mode(), Waits() as waits:
+        ours.encode_into(images, np.split(rows, lens))
+    assert waits.found == []
 
 
 def test_a_tower_in_bfloat16_is_near_that_in_float32() -> None:

@@ -88,7 +88,7 @@ def _aligned_kernel(
         m, l, acc = prefill_span(
             q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr,
             tables_ptr + seq * stride_table, 0, kv_head, bounds[i], bounds[i + 1], end, position,
-            stride_row, scale, D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, i != 1,
+            None, stride_row, scale, D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, i != 1,
         )  # fmt: skip
     out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + t * stride_ot + column, out, mask=used)

@@ -135,6 +135,7 @@ metadata = triton.jit(
         *("num_splits", "prefix_splits"),
     ],
     do_not_specialize_on_alignment=[
-        *("tables_ptr", "lens_ptr", "cu_q_ptr", "cu_k_ptr", "positions_ptr", "slots_ptr")
+        *("tables_ptr", "lens_ptr", "cu_q_ptr", "cu_k_ptr", "positions_ptr", "slots_ptr"),
+        "limits_ptr",
     ],
 )

@@ -44,13 +44,13 @@ MAX_GATHERED = 2**28  # bytes at once; beyond, heads are gathered in several par
 @triton.jit
 def _prefill_tile(
     q, m, l, acc, k_source, v_source, k_exponents, v_exponents, table_ptr, first_row,
-    kv_head, start, k_len, positions, stride_row, scale,
+    kv_head, start, k_len, positions, limits, stride_row, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """`weigh` a tile of keys from `start` on, and add their values. The sources are descriptors or
     pointers: of the cache with a table; without one, of rows, with position 0 (even if it is
-    absent) in row `first_row`.
+    absent) in row `first_row`. A query sees keys below its limit; None: up to its position.
     """
     keys = start + tl.arange(0, BLOCK_N)
     seen = keys < k_len
@@ -80,7 +80,10 @@ def _prefill_tile(
             v_exponents = tl.where(seen, v_exponents, 0)
         k = numbers_of(k, k_exponents[None, :], q.dtype)
         v = numbers_of(v, v_exponents[:, None], q.dtype)
-    visible = keys[None, :] <= tl.minimum(positions, k_len - 1)[:, None]
+    if limits is None:
+        visible = keys[None, :] <= tl.minimum(positions, k_len - 1)[:, None]
+    else:
+        visible = keys[None, :] < limits[:, None]
     if WINDOW:
         visible &= keys[None, :] > positions[:, None] - WINDOW
     s = tl.dot(q, k, input_precision="ieee")
@@ -108,22 +111,23 @@ def _places(
 
 
 @triton.jit
-def _bounds(first, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The bounds of the tiles of keys that the queries from `first` to `end` see: the first tile
-    that any sees, the first that all see whole, and the end of those.
+def _bounds(first, end, least, most, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The bounds of the tiles of keys that the queries from `first` to `end` see, with limits from
+    `least` to `most`: the first tile that any sees, the first that all see whole, the end of those,
+    and the end of all.
     """
-    begin, unmasked, unmasked_end = 0, 0, (first + 1) // BLOCK_N * BLOCK_N
+    begin, unmasked, unmasked_end = 0, 0, least // BLOCK_N * BLOCK_N
     if WINDOW:
         begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        unmasked = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N, end)
+        unmasked = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N, most)
         unmasked_end = tl.maximum(unmasked, unmasked_end)
-    return begin, unmasked, unmasked_end
+    return begin, unmasked, unmasked_end, most
 
 
 @triton.jit
 def prefill_span(
     q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, first_row,
-    kv_head, begin, end, k_len, positions, stride_row, scale,
+    kv_head, begin, end, k_len, positions, limits, stride_row, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +145,7 @@ def prefill_span(
                 )
                 m, l, acc = _prefill_tile(
                     q, m, l, acc, k_source, v_source, exponents[0], exponents[1], table_ptr,
-                    first_row, kv_head, start, k_len, positions, stride_row, scale,
+                    first_row, kv_head, start, k_len, positions, limits, stride_row, scale,
                     D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
                 )  # fmt: skip
                 exponents = following
@@ -149,7 +153,7 @@ def prefill_span(
         for start in tl.range(begin, end, BLOCK_N, num_stages=1 if MASKED else None):
             m, l, acc = _prefill_tile(
                 q, m, l, acc, k_source, v_source, None, None, table_ptr,
-                first_row, kv_head, start, k_len, positions, stride_row, scale,
+                first_row, kv_head, start, k_len, positions, limits, stride_row, scale,
                 D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
             )  # fmt: skip
     return m, l, acc
@@ -158,7 +162,7 @@ def prefill_span(
 @metadata
 def _prefill_kernel(
     q_ptr, k_source, v_source, k_exponents_ptr, v_exponents_ptr, out_ptr, tables_ptr, cu_q_ptr,
-    cu_k_ptr, sinks_ptr, scale, stride_qt, stride_ot, stride_row, stride_table,
+    cu_k_ptr, limits_ptr, sinks_ptr, scale, stride_qt, stride_ot, stride_row, stride_table,
     G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DESCRIBED: tl.constexpr, PDL: tl.constexpr,
@@ -186,15 +190,19 @@ def _prefill_kernel(
     first = k_len - q_len + tile * QUERIES
     positions = first + row // G
     end = tl.minimum(first + QUERIES, k_len)
+    least, most, limits = first + 1, end, None
+    if limits_ptr is not None:  # or those below its limit
+        query = tile * QUERIES + row // G
+        limits = tl.load(limits_ptr + q_start + query, mask=query < q_len, other=1)
+        least, most = tl.min(tl.where(query < q_len, limits, k_len)), tl.max(limits)
     m, l = before_keys(sinks_ptr, head, row >= 0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    begin, unmasked, unmasked_end = _bounds(first, end, WINDOW, BLOCK_N)
-    bounds = begin, unmasked, unmasked_end, end
+    bounds = _bounds(first, end, least, most, WINDOW, BLOCK_N)
     for i in tl.static_range(0 if WINDOW else 1, 3):
         m, l, acc = prefill_span(
             q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr,
-            first_row, kv_head, bounds[i], bounds[i + 1], end, positions, stride_row, scale,
-            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, i != 1,
+            first_row, kv_head, bounds[i], bounds[i + 1], most, positions, limits, stride_row,
+            scale, D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, i != 1,
         )  # fmt: skip
     out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + t * stride_ot + column, out, mask=used)
@@ -267,6 +275,7 @@ def paged_prefill(
     num_keys: int,
     scoring: Scoring,
     shared: dict[Hashable, Any] | None = None,
+    limits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of each sequence to its tokens, all in the cache.
 
@@ -281,6 +290,8 @@ def paged_prefill(
         num_keys: last value of `cu_seqlens_k`; 0 in a CUDA graph, where it changes.
         scoring: parameters of the scores.
         shared: results that the layers of a step share, see `Context`.
+        limits: [T] int32, number of the sequence's first tokens that each query sees, in the place
+            of those up to itself, and at least as many; None: these.
 
     Returns:
         [T, Hq, D]
@@ -294,6 +305,7 @@ def paged_prefill(
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         shared={} if shared is None else shared,
+        limits=limits,
     )
     is_fp8 = cache.k.dtype == FP8
     if is_fp8 and num_keys == len(q):  # all keys are of this step
@@ -303,16 +315,37 @@ def paged_prefill(
             some = slice(first, min(first + n, Hkv))
             own = slice(some.start * Hq // Hkv, some.stop * Hq // Hkv)
             sinks = None if scoring.sinks is None else scoring.sinks[own]
-            attend(
-                q[:, own],
-                # Freed before the next are gathered.
-                gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q.dtype),
-                None,
-                scoring=scoring._replace(sinks=sinks),
-                out=out[:, own],
-            )
+            # Freed before the next are gathered.
+            keys = gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q.dtype)
+            attend(q[:, own], keys, None, scoring=scoring._replace(sinks=sinks), out=out[:, own])
+            del keys
     else:
         attend(q, cache, block_tables, scoring=scoring, out=out)
+    return out
+
+
+def attend_to_limits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    limits: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of tokens to the first ones of their sequences, with scale D^-0.5 and no cache.
+
+    Args:
+        q, k, v: [T, H, D] each, one sequence after another, the heads of a token adjacent.
+        cu_seqlens: [n + 1] int32, first token of each sequence.
+        max_seqlen: number of tokens of the longest.
+        limits: [T] int32, see `paged_prefill`.
+
+    Returns:
+        [T, H, D]
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    scoring, bounds = Scoring(q.shape[2] ** -0.5), (cu_seqlens, cu_seqlens, max_seqlen)
+    _attend(q, KVCache(k, v), None, *bounds, {}, scoring, out, limits)
     return out
 
 
@@ -326,6 +359,7 @@ def _attend(
     shared: dict[Hashable, Any],
     scoring: Scoring,
     out: torch.Tensor,
+    limits: torch.Tensor | None = None,
 ) -> None:
     """`paged_prefill` into out: [T, Hq, D].
 
@@ -333,7 +367,7 @@ def _attend(
         keys: keys and values; without tables [n, Hkv, D] of q's dtype, one sequence after another.
     """
     S = 0 if block_tables is None else keys.k.shape[1]
-    if takes_hopper_kernel(q, keys, S, max_seqlen_q):
+    if limits is None and takes_hopper_kernel(q, keys, S, max_seqlen_q):
         from nanovllm.kernels.attention.hopper_prefill import hopper_prefill
 
         hopper_prefill(q, keys, block_tables, cu_seqlens_q, cu_seqlens_k, scoring, shared, out)
@@ -349,11 +383,13 @@ def _attend(
     if not fp8 and (block_tables is None or S >= BLOCK_N):
         tiles = describe_tiles(k_source, v_source, BLOCK_N, D)
     if tiles is not None:
-        (k_source, v_source), num_warps = tiles, 4
+        k_source, v_source = tiles
+        if limits is None or D < 128:  # with limits, too, four warps would have registers in memory
+            num_warps = 4
     # Two tiles are loaded ahead; with blocks, one more stage looks them up.
     num_stages = 2 if block_tables is None or D > 128 or fp8 else 3
     _prefill_kernel[grid](
-        q, k_source, v_source, *keys[2:], out, block_tables, cu_seqlens_q, cu_seqlens_k,
+        q, k_source, v_source, *keys[2:], out, block_tables, cu_seqlens_q, cu_seqlens_k, limits,
         scoring.sinks, scoring.scale * LOG2E.value, q.stride(0), out.stride(0), stride_row,
         0 if block_tables is None else block_tables.stride(0),
         G=G, D=D, D_PAD=next_power_of_2(D), S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap,

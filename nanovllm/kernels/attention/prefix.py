@@ -79,12 +79,12 @@ def _prefix_kernel(
     whole = start + tl.maximum(stop - start, 0) // BLOCK_N * BLOCK_N
     m, l, acc = prefill_span(
         q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, 0, kv_head,
-        start, whole, stop, positions, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP,
+        start, whole, stop, positions, None, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP,
         DESCRIBED, False,
     )  # fmt: skip
     m, l, acc = prefill_span(
         q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, 0, kv_head,
-        whole, stop, stop, positions, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP,
+        whole, stop, stop, positions, None, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP,
         DESCRIBED, True,
     )  # fmt: skip
     part = (row * tl.num_programs(0) * G + head) * num_splits + split
