@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.images.bounds import MAX_PIXELS, bounded
 from nanovllm.images.picture import NoPillowError, Picture, unwrap
 from nanovllm.images.urls import data_of_url, path_of_url, scheme, short
 
+MAX_PIXELS = 178_956_970  # of a picture: Pillow's own bound, twice its MAX_IMAGE_PIXELS
 EXIF_ORIENTATION = 0x0112
 SWAPPED = (5, 6, 7, 8)  # orientations that exchange height and width
 DEEP = ("I", "F")  # beginnings of Pillow's modes with more than 8 bits, cut off by a conversion
@@ -136,7 +136,7 @@ def _pillow(image: Any, name: str) -> Picture:
 
     def read() -> NDArray[np.uint8]:
         try:
-            with _lock_of(image), bounded():
+            with _lock_of(image):
                 image.load()  # reads its file, if it has not been read
             return _on_white(image)
         except BROKEN as error:
@@ -195,11 +195,12 @@ def _opened(file: Any, name: str, what: str) -> Iterator[Any]:
     try:
         Image.init()  # all plugins: at first it knows the five most frequent formats
         formats = [each for each in FORMATS if each in Image.OPEN]
-        with bounded(), Image.open(file, formats=formats) as image:
+        with Image.open(file, formats=formats) as image:
             yield image
-    except Image.DecompressionBombError:
+    # Pillow warns of half as many pixels as it refuses; the warning comes where it is an error.
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(
-            f"`{name}` must have at most {MAX_PIXELS} pixels, got {what} with more: scale it down"
+            f"`{name}` must have at most {MAX_PIXELS} pixels, got {what}: scale it down ({error})"
         ) from None
     except UnidentifiedImageError:
         raise ValueError(
