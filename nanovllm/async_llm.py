@@ -175,9 +175,12 @@ class AsyncLLM:
         """A conversation as a prompt for `generate` and `stream`. It is made in another thread.
 
         Args:
-            messages: one conversation, see `LLM.chat`.
-            chat_template, add_generation_prompt, continue_final_message, tools,
-                chat_template_kwargs: as for `LLM.chat`.
+            messages: one conversation. All arguments are those of `LLM.chat`.
+            chat_template: a Jinja template; None for the checkpoint's own.
+            add_generation_prompt: end the prompt with the beginning of an answer.
+            continue_final_message: leave the last message open.
+            tools: functions that the model may call.
+            chat_template_kwargs: variables of the template.
 
         Raises:
             TypeError, ValueError: naming the argument that is wrong.

@@ -91,7 +91,7 @@ FOREIGN_OPTIONS: Foreign = {
     "rope_theta": (only(None), "it is read from config.json"),
     "runner": (only(None, "auto", "generate"), "embed() and score() need no option"),
     "scheduling_policy": (only("fcfs"), "prompts run in the given order"),
-    "served_model_name": (only(None), "there is no server"),
+    "served_model_name": (only(None), "`nanovllm serve` has it, as --served-model-name"),
     "skip_tokenizer_init": (only(False), "pass token ids, and detokenize=False for no text"),
     "speculative_config": (only(None), "speculative decoding is not supported"),
     "structured_outputs_config": (only(None), "SamplingParams has structured_outputs"),

@@ -15,16 +15,20 @@ Params: TypeAlias = "SamplingParams | Iterable[SamplingParams] | None"
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text, with its images where it has any (docs/images.md)."""
 
     prompt: str
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids, with optional text to show in its result."""
+    """A prompt as token ids, with optional text to show in its result, and its images."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
 
 
 class Tokenizer(Protocol):

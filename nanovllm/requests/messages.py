@@ -99,7 +99,7 @@ def _read_message(message: Any, name: str, images: ImageParts) -> dict[str, Any]
     fields = {key: value for key, value in message.items() if value is not None}
     if "audio" in fields:
         raise ValueError(
-            f'`{name}["audio"]` must be None, got {fields["audio"]!r}: messages are text'
+            f'`{name}["audio"]` must be None, got {fields["audio"]!r}: sound is not supported'
         )
     for key in ("name", "tool_call_id"):
         if not isinstance(fields.get(key, ""), str):

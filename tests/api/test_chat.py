@@ -422,7 +422,7 @@ REFUSED = [
         for fields, error, reason in (
             (
                 *({"audio": {"id": "a1"}}, ValueError),
-                "`messages[1][\"audio\"]` must be None, got {'id': 'a1'}: messages are text",
+                "`messages[1][\"audio\"]` must be None, got {'id': 'a1'}: sound is not supported",
             ),
             (
                 *({"refusal": "No"}, ValueError),

@@ -222,7 +222,8 @@ def test_shell_commands_run(
     assert program == "python", f"no test knows how to run {command!r}"
     (tmp_path / "FILE").write_text(
         '{"benchmark": "bench", "model": "qwen3-0.6b", "hardware": "NVIDIA H200", "seed": 0, '
-        '"num_seqs": 256, "tok_per_s_median": 25000, "roofline_share": 0.5}'
+        '"num_seqs": 256, "tok_per_s_median": 25000, "roofline_share": 0.5, '
+        '"quantization": "none", "dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}'
     )
     small = shlex.split(SMALL.get(script, ""))
     if "--dummy" in args and "--model" in small:
