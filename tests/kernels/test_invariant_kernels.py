@@ -401,7 +401,7 @@ def test_experts_keep_codes_that_have_no_tile_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_gated_delta_net(dtype: torch.dtype) -> None:
     """Tokens in chunks of any lengths, and one by one; states have the same bits, too."""
-    Hk, Hv, K, V, J, length = 2, 4, 16, 32, 4, 20
+    Hk, Hv, K, V, J, length = 2, 4, 16, 32, 4, 12
     C = 2 * Hk * K + Hv * V
     layer = DeltaNet(
         randn(C, J, dtype=dtype, seed=1), randn(Hv, seed=2), randn(Hv, seed=3), randn(V, seed=4),
@@ -428,8 +428,8 @@ def test_gated_delta_net(dtype: torch.dtype) -> None:
 
     whole = results((0, length), 0)
     assert all(part.isfinite().all() for part in whole)
-    for bounds in ((0, 1, 2, 17, length), (0, 3, length), tuple(range(length + 1))):
-        found = results(bounds, 5)
+    for bounds in ((0, 1, 2, 9, length), (0, 3, length), tuple(range(length + 1))):
+        found = results(bounds, 2)
         assert all(a.equal(b) for a, b in zip(found, whole, strict=True)), bounds
 
 
@@ -470,7 +470,7 @@ def test_log_probabilities(dtype: torch.dtype) -> None:
         return found.token_ids, found.values
 
     inputs = logits, drawn, divisors, least
-    assert_alike(partial(compute, N=MAX_LOGPROBS), *inputs)
+    assert_alike(partial(compute, N=2), *inputs)
     inputs = tuple(x[:9] for x in inputs)
     whole = compute(*inputs, N=MAX_LOGPROBS)
     for N in (0, 1, 7):
@@ -493,7 +493,7 @@ def test_one_variant_finds_any_number_of_likely_tokens(monkeypatch: pytest.Monke
 # -- whole models ---------------------------------------------------------------------------------
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "qwen3": ("qwen3", {}, {}),
+    "qwen3": ("qwen3", {"num_hidden_layers": 1}, {}),
     "qwen3 in fp8": (
         "qwen3",
         {"hidden_size": 128, "intermediate_size": 128},
