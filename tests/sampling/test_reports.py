@@ -235,8 +235,9 @@ def test_the_engine_has_a_mode_for_those_that_name_none(
     assert place[77].logprob == pytest.approx(logits[77] - np.logaddexp.reduce(logits), abs=1e-4)
 
 
-@pytest.mark.parametrize("ranks", ["threads", rare("processes")])
-@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize(
+    ("ranks", "overlap"), [("threads", True), rare("threads", False), rare("processes", True)]
+)
 @pytest.mark.usefixtures("low_guesses")
 def test_of_several_ranks(
     ranks: str, overlap: bool, path: Path, oracle: Oracle, request: pytest.FixtureRequest
