@@ -496,7 +496,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_hidden_layers": 1}, {}),
     "qwen3 in fp8": (
         "qwen3",
-        {"hidden_size": 128, "intermediate_size": 128},
+        {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1},
         {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     ),
     "gemma 2": ("gemma2", {"sliding_window": 20, "head_dim": 32}, {}),
@@ -537,7 +537,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 WAYS: dict[str, dict[str, Any]] = {
     "batch": {"max_num_batched_tokens": 512},
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
-    "preempted": {"max_num_batched_tokens": 37},
     "hits": {"max_num_batched_tokens": 45},
 }
 
@@ -552,10 +551,11 @@ def test_models_by_kernels(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(builder, "can_use_onednn", lambda *_: False)
     options = {**SMALL, "attention_backend": "triton", "dtype": "float16", **more}
     # Layers with a state begin at a snapshot behind 64 tokens.
-    lengths, shared = ((15, 13), 64) if name in ("qwen3.5", "lfm2") else ((4, 13), 17)
-    max_tokens = 4 if name == "qwen3" else 6  # enough to be preempted
-    work = Workload(9, lengths, max_tokens=max_tokens, shared=shared)
-    ways = WAYS if name != "qwen3" else {way: WAYS[way] for way in ("batch", "chunks")}
+    has_states = name in ("qwen3.5", "lfm2")
+    lengths, shared = ((15, 13), 64) if has_states else ((4, 13), 17)
+    work = Workload(9, lengths, max_tokens=4, shared=shared)
+    names = ("batch", "chunks", "hits") if has_states else ("batch", "chunks")
+    ways = {way: WAYS[way] for way in names}  # test_invariance.py has all, of all families
     assert differences(path, work, {**options, "batch_invariant": True}, ways) == []
 
 
