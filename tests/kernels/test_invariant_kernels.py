@@ -237,7 +237,7 @@ def test_gates_in_8_bits() -> None:
         assert_alike(lambda x, n=act_block: quantized_act_and_mul(x, False, n), half(T, 2 * 300))
 
 
-@pytest.mark.parametrize("count", [300])
+@pytest.mark.parametrize("count", [260])
 def test_rotated_heads(count: int) -> None:
     """Many tokens take more heads at a time, unless they are to be computed as few are."""
     D, H, HKV = 32, 16, 4
@@ -252,7 +252,7 @@ def test_rotated_heads(count: int) -> None:
         return out, cache.k.flatten(0, 1)[rows]
 
     whole = rotated(torch.arange(count, device=DEVICE))
-    for rows in (torch.arange(3, 50, device=DEVICE), torch.tensor([299, 7], device=DEVICE)):
+    for rows in (torch.arange(3, 20, device=DEVICE), torch.tensor([259, 7], device=DEVICE)):
         for part, of_whole in zip(rotated(rows), whole, strict=True):
             assert part.equal(of_whole[rows])
 
@@ -283,6 +283,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8 bits": {"fp8": True},
     "8 bits, window": {"fp8": True, "window": 33},
 }
+
+
+USUAL = {"plain", "heads of 128", "window of 70", "softcap and sinks", "8 bits, window"}
 
 
 class Sequence:
@@ -335,7 +338,7 @@ class Sequence:
         return out[len(out) - (end - start) :]
 
 
-@pytest.mark.parametrize("name", with_rare(SHAPES, "groups of 3", "window of 10", "8 bits"))
+@pytest.mark.parametrize("name", with_rare(SHAPES, *(SHAPES.keys() - USUAL)))
 def test_attention_of_a_token_is_that_of_a_prompt(name: str) -> None:
     """Whether its keys come from the same step or an earlier one, and whatever is beside it."""
     seq = Sequence(**SHAPES[name])

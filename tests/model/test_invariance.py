@@ -61,7 +61,7 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     assert differences(path, own, OPTIONS, ways) == []
 
 
-@pytest.mark.parametrize("way", ["fp8 rows", rare("fp8 blocks"), "int4"])
+@pytest.mark.parametrize("way", ["fp8 rows", rare("fp8 blocks"), rare("int4")])
 def test_bits_of_codes_that_become_numbers(way: str, tmp_path: Path) -> None:
     """On a CPU they do after loading."""
     kind, _, scales = way.partition(" ")

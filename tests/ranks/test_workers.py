@@ -419,7 +419,7 @@ def test_engine_is_usable_after_ctrl_c(shared, checkpoint, monkeypatch):
 
 INTERRUPTED = [
     (workers_module, "start_python", True),
-    (Builder, "load", False),
+    rare(Builder, "load", False),
     rare(Executor, "_connect", False),
     rare(Scheduler, "__init__", False),
     rare(workers_module, "start_python", False),

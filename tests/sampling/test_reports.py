@@ -201,7 +201,7 @@ def run(llm: LLM, requests: list[Request]) -> list[Any]:
 # -- everything in every mode of the engine -------------------------------------------------------
 
 
-@in_every_mode("chunks", "chunks-of-7-overlap", "small-pool-overlap")
+@in_every_mode("chunks-of-7-overlap", "small-pool-overlap")
 def test_reports_are_those_of_the_oracle(path: Path, oracle: Oracle, mode: Mode) -> None:
     prompts, params = zip(*REQUESTS, strict=True)
     outputs, metrics = run_in(mode, path, prompts, params)

@@ -167,7 +167,8 @@ def test_requests_that_run_wait_for_the_end_of_sleep(paths: tuple[Path, Path]) -
     assert asyncio.run(run()) == wanted["token_ids"]
 
 
-@pytest.mark.parametrize("updated", [False, rare(True)])
+@pytest.mark.slow  # a restart without sleep is in test_replicas.py
+@pytest.mark.parametrize("updated", [False, True])
 def test_replicas_are_restarted_after_sleep(
     updated: bool, paths: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
