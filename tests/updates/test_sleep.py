@@ -92,7 +92,6 @@ def test_memory_goes_and_comes(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", **shape)
     size = 2 * (2048 * 512 * 3 + 512 * 128 * 6) * 4 + 2 * 4096 * 512 * 4
     options = {**OPTIONS, "num_kvcache_blocks": 512, "fused_kernels": False}
-    options |= {"max_num_batched_tokens": 1024, "max_num_seqs": 16}
     prompts = [[(i * j) % 4093 for j in range(1, 120)] for i in range(60)]
     with LLM(path, **options) as llm:
         pool = llm.model_runner.built.pool
