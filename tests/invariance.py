@@ -14,7 +14,7 @@ from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.utils.integers import cdiv
 
 DELTA_NET: dict[str, Any] = {
-    "num_hidden_layers": 4,  # the last attends
+    "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -50,8 +50,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "conv_L_cache": 3,
             "block_multiple_of": 32,
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "layer_types": ["conv", "full_attention"],
         },
     ),
 }

@@ -14,8 +14,8 @@ from nanovllm import LLM, SamplingParams
 RNG = random.Random(61)
 PROMPTS = [[RNG.randrange(127) for _ in range(n)] for n in (17, 70, 33)]
 PARAMS = [
-    greedy(8, logprobs=2),
-    SamplingParams(seed=5, max_tokens=8, logprobs=2, n=2),  # models with states cache its prompt
+    greedy(3, logprobs=2),
+    SamplingParams(seed=5, max_tokens=3, logprobs=2, n=2),  # models with states cache its prompt
     greedy(1, prompt_logprobs=0),
 ]
 

@@ -102,8 +102,8 @@ def test_an_adapter_beside_the_weights(
 @pytest.mark.parametrize(
     "options",
     [
-        {"data_parallel_size": 2},
-        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        {"tensor_parallel_size": 2},
+        pytest.param({"data_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -226,7 +226,7 @@ def check_text(name: str, ids: list[int], skip: bool) -> None:
 
 @pytest.mark.parametrize("name", with_rare(TOKENIZERS, "slow_each", "slow_ignoring"))
 def test_text_is_that_of_decode(name):
-    @settings(max_examples=80, deadline=None, derandomize=True)
+    @settings(max_examples=50, deadline=None, derandomize=True)
     @given(token_ids(name), st.booleans())
     def check(ids, skip):
         check_text(name, ids, skip)
@@ -332,7 +332,7 @@ def check_behind(name: str, prompt: list[int], ids: list[int], skip: bool) -> No
 
 @pytest.mark.parametrize("name", with_rare(TOKENIZERS, "slow_each", "slow_ignoring"))
 def test_text_behind_a_prompt_is_what_it_adds(name):
-    @settings(max_examples=150, deadline=None, derandomize=True)
+    @settings(max_examples=75, deadline=None, derandomize=True)
     @given(token_ids(name, 4), token_ids(name, 6), st.booleans())
     def check(prompt, ids, skip):
         check_behind(name, prompt, ids, skip)
@@ -581,7 +581,7 @@ def stops_in(draw: st.DrawFn, text: str) -> list[str]:
     "name", ["byte_level", rare("tiny"), "unigram", rare("slow_each"), rare("metaspace")]
 )
 def test_stop_strings_against_every_prefix(name):
-    @settings(max_examples=80, deadline=None, derandomize=True)
+    @settings(max_examples=50, deadline=None, derandomize=True)
     @given(st.data(), st.booleans(), st.integers(0, 12))
     def check(data, include, min_tokens):
         ids = data.draw(token_ids(name, 5))

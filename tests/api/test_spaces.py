@@ -210,6 +210,7 @@ def test_coroutines_say_the_same(path: Path, said: tuple[list[SamplingParams], l
 
 @pytest.mark.slow  # the replicas of other tests say what one engine says
 @pytest.mark.skipif(sys.platform != "linux", reason="replicas are tried on Linux only")
+@pytest.mark.parametrize("path", ["metaspace"], indirect=True)
 def test_replicas_say_the_same(path: Path, said: tuple[list[SamplingParams], list[str]]) -> None:
     params, wanted = said
     with LLM(path, **SMALL, data_parallel_size=2) as other:

@@ -262,11 +262,11 @@ def test_an_engine_that_fails_leaves_what_was_finished(
 
 
 @pytest.mark.slow
-def test_twenty_thousand_rows_killed_ten_times(tiny, tmp_path):
+def test_thousands_of_rows_killed_ten_times(tiny, tmp_path):
     """Against a run that was not interrupted."""
     numbers, file = random.Random(2), tmp_path / "in.jsonl"
     with file.open("w") as stream:
-        for i in range(20_000):
+        for i in range(3000):
             prompt = f"{numbers.randint(1, 999)}+{numbers.randint(1, 999)}="
             named = {"custom_id": f"r{i}"} if i % 2 else {}
             stream.write(json.dumps({**named, "prompt": prompt, "max_tokens": 3 + i % 6}) + "\n")
@@ -285,4 +285,4 @@ def test_twenty_thousand_rows_killed_ten_times(tiny, tmp_path):
     assert forks("generate", "--model", tiny, *options, "--output", path)[0] == 0
     forks.close()
     assert sorted(path.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
-    assert len(answers(lines(path))) == 20_000
+    assert len(answers(lines(path))) == 3000

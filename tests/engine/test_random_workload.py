@@ -43,7 +43,7 @@ KINDS = (
     (BlockKind(), BlockKind(6, pages=3)),
     (BlockKind(pages=2), BlockKind(3)),
 )
-NUM_STEPS = 700  # of each engine
+NUM_STEPS = 400  # of each engine
 # pool, block size, budget, max_num_seqs
 ENGINES = [(1, 4, 4, 2), (2, 8, 8, 8), (6, 4, 9, 3), (6, 4, 16, 16), (12, 2, 5, 5), (20, 1, 7, 4),
            (9, 4, 64, 8), (30, 4, 12, 12)]  # fmt: skip
@@ -138,7 +138,7 @@ class Workload:
 @pytest.mark.parametrize("guess_low", [False, rare(True)], ids=["admission", "no-admission"])
 @pytest.mark.parametrize("caching", [True, rare(False)], ids=["cache", "no-cache"])
 def test_random_workload(caching, guess_low, lookahead, mixed):
-    """5,600 steps in all, in eight engines with layers of one kind or two; bounds and invariants
+    """3,200 steps in all, in eight engines with layers of one kind or two; bounds and invariants
     are checked in every step.
     """
     total: Counter[str] = Counter()

@@ -237,7 +237,7 @@ def test_gates_in_8_bits() -> None:
         assert_alike(lambda x, n=act_block: quantized_act_and_mul(x, False, n), half(T, 2 * 300))
 
 
-@pytest.mark.parametrize("count", [300])
+@pytest.mark.parametrize("count", [260])
 def test_rotated_heads(count: int) -> None:
     """Many tokens take more heads at a time, unless they are to be computed as few are."""
     D, H, HKV = 32, 16, 4
@@ -252,7 +252,7 @@ def test_rotated_heads(count: int) -> None:
         return out, cache.k.flatten(0, 1)[rows]
 
     whole = rotated(torch.arange(count, device=DEVICE))
-    for rows in (torch.arange(3, 50, device=DEVICE), torch.tensor([299, 7], device=DEVICE)):
+    for rows in (torch.arange(3, 20, device=DEVICE), torch.tensor([259, 7], device=DEVICE)):
         for part, of_whole in zip(rotated(rows), whole, strict=True):
             assert part.equal(of_whole[rows])
 
@@ -283,6 +283,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8 bits": {"fp8": True},
     "8 bits, window": {"fp8": True, "window": 33},
 }
+
+
+USUAL = {"plain", "heads of 128", "window of 70", "softcap and sinks", "8 bits, window"}
 
 
 class Sequence:
@@ -335,7 +338,7 @@ class Sequence:
         return out[len(out) - (end - start) :]
 
 
-@pytest.mark.parametrize("name", with_rare(SHAPES, "groups of 3", "window of 10", "8 bits"))
+@pytest.mark.parametrize("name", with_rare(SHAPES, *(SHAPES.keys() - USUAL)))
 def test_attention_of_a_token_is_that_of_a_prompt(name: str) -> None:
     """Whether its keys come from the same step or an earlier one, and whatever is beside it."""
     seq = Sequence(**SHAPES[name])
@@ -344,7 +347,7 @@ def test_attention_of_a_token_is_that_of_a_prompt(name: str) -> None:
     for bounds in CHUNKS:
         parts = [seq.attend(*each, beside=each[0] % 50 or None) for each in pairwise(bounds)]
         assert torch.cat(parts).equal(whole), bounds
-    for position, beside in ((0, 90), (31, None), (32, 90), (63, 90), (64, None), (149, 90)):
+    for position, beside in ((0, 40), (31, None), (32, 17), (63, 40), (64, None), (149, 40)):
         assert seq.attend(position, position + 1, beside).equal(whole[position : position + 1])
 
 
@@ -401,7 +404,7 @@ def test_experts_keep_codes_that_have_no_tile_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_gated_delta_net(dtype: torch.dtype) -> None:
     """Tokens in chunks of any lengths, and one by one; states have the same bits, too."""
-    Hk, Hv, K, V, J, length = 2, 4, 16, 32, 4, 20
+    Hk, Hv, K, V, J, length = 2, 4, 16, 32, 4, 12
     C = 2 * Hk * K + Hv * V
     layer = DeltaNet(
         randn(C, J, dtype=dtype, seed=1), randn(Hv, seed=2), randn(Hv, seed=3), randn(V, seed=4),
@@ -428,8 +431,8 @@ def test_gated_delta_net(dtype: torch.dtype) -> None:
 
     whole = results((0, length), 0)
     assert all(part.isfinite().all() for part in whole)
-    for bounds in ((0, 1, 2, 17, length), (0, 3, length), tuple(range(length + 1))):
-        found = results(bounds, 5)
+    for bounds in ((0, 1, 2, 9, length), (0, 3, length), tuple(range(length + 1))):
+        found = results(bounds, 2)
         assert all(a.equal(b) for a, b in zip(found, whole, strict=True)), bounds
 
 
@@ -470,7 +473,7 @@ def test_log_probabilities(dtype: torch.dtype) -> None:
         return found.token_ids, found.values
 
     inputs = logits, drawn, divisors, least
-    assert_alike(partial(compute, N=MAX_LOGPROBS), *inputs)
+    assert_alike(partial(compute, N=2), *inputs)
     inputs = tuple(x[:9] for x in inputs)
     whole = compute(*inputs, N=MAX_LOGPROBS)
     for N in (0, 1, 7):
@@ -493,10 +496,10 @@ def test_one_variant_finds_any_number_of_likely_tokens(monkeypatch: pytest.Monke
 # -- whole models ---------------------------------------------------------------------------------
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "qwen3": ("qwen3", {}, {}),
+    "qwen3": ("qwen3", {"num_hidden_layers": 1}, {}),
     "qwen3 in fp8": (
         "qwen3",
-        {"hidden_size": 128, "intermediate_size": 128},
+        {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1},
         {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     ),
     "gemma 2": ("gemma2", {"sliding_window": 20, "head_dim": 32}, {}),
@@ -537,7 +540,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 WAYS: dict[str, dict[str, Any]] = {
     "batch": {"max_num_batched_tokens": 512},
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
-    "preempted": {"max_num_batched_tokens": 37},
     "hits": {"max_num_batched_tokens": 45},
 }
 
@@ -552,10 +554,11 @@ def test_models_by_kernels(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(builder, "can_use_onednn", lambda *_: False)
     options = {**SMALL, "attention_backend": "triton", "dtype": "float16", **more}
     # Layers with a state begin at a snapshot behind 64 tokens.
-    lengths, shared = ((15, 13), 64) if name in ("qwen3.5", "lfm2") else ((4, 13), 17)
-    max_tokens = 4 if name == "qwen3" else 6  # enough to be preempted
-    work = Workload(9, lengths, max_tokens=max_tokens, shared=shared)
-    ways = WAYS if name != "qwen3" else {way: WAYS[way] for way in ("batch", "chunks")}
+    has_states = name in ("qwen3.5", "lfm2")
+    lengths, shared = ((15, 13), 64) if has_states else ((4, 13), 17)
+    work = Workload(9, lengths, max_tokens=4, shared=shared)
+    names = ("batch", "chunks", "hits") if has_states else ("batch", "chunks")
+    ways = {way: WAYS[way] for way in names}  # test_invariance.py has all, of all families
     assert differences(path, work, {**options, "batch_invariant": True}, ways) == []
 
 

@@ -39,12 +39,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "preempted": {"max_num_batched_tokens": 37},
     "hits": {"max_num_batched_tokens": 45},
 }
-LENGTHS = (1, 14, 30)
+LENGTHS = (1, 14)
 SEED = 20260
 
 
-def work(lengths: tuple[int, ...] = LENGTHS, shared: int = 17, **options: Any) -> Workload:
-    return Workload(SEED, lengths, max_tokens=6, shared=shared, **options)
+def work(
+    lengths: tuple[int, ...] = LENGTHS, shared: int = 17, max_tokens: int = 4, **options: Any
+) -> Workload:
+    return Workload(SEED, lengths, max_tokens, shared=shared, **options)
 
 
 @pytest.mark.parametrize("name", with_rare(CHECKPOINTS, *SELDOM))
@@ -53,13 +55,13 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", family, **shape)
     # Layers with a state begin at a snapshot behind 64 tokens.
     has_states = "linear_num_key_heads" in shape or "conv_L_cache" in shape
-    ways, own = WAYS, work(LENGTHS[:2], shared=64) if has_states else work()
+    ways, own = WAYS, work(shared=64, max_tokens=6) if has_states else work()
     if name == "gemma 3":  # most of its layers give back what their window has left
         ways = WAYS | {"preempted": WAYS["preempted"] | {"num_kvcache_blocks": 6}}
     assert differences(path, own, OPTIONS, ways) == []
 
 
-@pytest.mark.parametrize("way", ["fp8 rows", rare("fp8 blocks"), "int4"])
+@pytest.mark.parametrize("way", ["fp8 rows", rare("fp8 blocks"), rare("int4")])
 def test_bits_of_codes_that_become_numbers(way: str, tmp_path: Path) -> None:
     """On a CPU they do after loading."""
     kind, _, scales = way.partition(" ")
@@ -76,7 +78,6 @@ def test_bits_of_codes_that_become_numbers(way: str, tmp_path: Path) -> None:
         {"kv_cache_dtype": "fp8"},
         rare({"dtype": "bfloat16"}),
         rare({"fused_kernels": False}),
-        rare({"attention_backend": "triton"}),
         rare({"overlap": True, "mixed_steps": False}),
     ],
     ids=str,
@@ -121,20 +122,22 @@ def differences_of_each(path: Path, count: int, at_once: int, **options: Any) ->
 
 def test_each_prompt_in_all_ways(one_layer: Path) -> None:
     """The small form of the next one."""
-    assert differences_of_each(one_layer, count=12, at_once=8) == []
+    assert differences_of_each(one_layer, count=9, at_once=8) == []
 
 
 @pytest.mark.slow
-def test_a_thousand_prompts_in_batches_of_256(one_layer: Path) -> None:
-    """Each alone, in a batch, in chunks, preempted, and with its prefix in the cache."""
-    assert differences_of_each(one_layer, count=1000, at_once=256) == []
+def test_many_prompts_in_batches_of_256(one_layer: Path) -> None:
+    """Each alone, in a batch, in chunks, preempted, and with its prefix in the cache. A GPU takes a
+    thousand (tests/gpu).
+    """
+    assert differences_of_each(one_layer, count=300, at_once=256) == []
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 def test_each_prompt_in_all_ways_on_two_ranks(one_layer: Path) -> None:
     options = {"tensor_parallel_size": 2}
-    assert differences_of_each(one_layer, count=40, at_once=32, **options) == []
+    assert differences_of_each(one_layer, count=16, at_once=12, **options) == []
 
 
 @pytest.fixture
@@ -153,7 +156,8 @@ def test_without_it_bits_differ(invariant: bool, num_threads: int, tmp_path: Pat
     shape = {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 512}
     path = make_checkpoint(tmp_path / "model", num_key_value_heads=1, **shape)
     options = OPTIONS | {"batch_invariant": invariant}
-    wrong = differences(path, work((14, 2), vocab_size=512), options, WAYS)
+    ways = {way: WAYS[way] for way in ("batch", "chunks")}
+    wrong = differences(path, work((14, 2), vocab_size=512), options, ways)
     print(wrong)
     assert (wrong == []) == invariant
 

@@ -57,6 +57,7 @@ def test_one_engine(adapter: Path, wanted: Wanted) -> None:
         assert of_texts(llm, TEXTS) == texts
 
 
+@pytest.mark.slow  # replicas say what one engine says, and coroutines what its streams do
 @pytest.mark.skipif(sys.platform != "linux", reason="replicas are tried on Linux only")
 def test_coroutines_over_replicas(adapter: Path, wanted: Wanted) -> None:
     async def main() -> list[RequestOutput]:

@@ -38,7 +38,7 @@ from benchmarks import (
     workloads,
 )
 from checkpoints import SMALL as SMALL_ENGINE
-from checkpoints import make_checkpoint, reference_model
+from checkpoints import make_checkpoint, rare, reference_model
 from faults import wait_until
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.benchmark import choices, harness, limits
@@ -466,7 +466,16 @@ TINY_WORK = first_use.Size(num_seqs=6, group=2, prefix=64, prompt=16, output=10)
 SHORT_STEPS = {"max_num_batched_tokens": 64, "max_num_seqs": 32, "kvcache_block_size": 16}
 
 
-def test_work_is_anew_the_second_time(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+COUNTED = [
+    *("plain", "one prompt", "arriving prompts", "long prompts", "prefix of all prompts"),
+    *("prefix of a group", "prefixes of groups", "samples of prompts", "min_tokens"),
+]
+
+
+@pytest.mark.parametrize("names", [COUNTED, rare([*first_use.KINDS])], ids=["counted", "all"])
+def test_work_is_anew_the_second_time(
+    names: list[str], tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each kind computes as many tokens of prompts again, and is what it is called."""
     counted: list[dict[str, int]] = []
     timed = first_use.timed
@@ -481,7 +490,7 @@ def test_work_is_anew_the_second_time(tiny: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(first_use, "timed", counting)
     kinds: dict[str, dict[str, int]] = {}
     with LLM(tiny, device="cpu", **SHORT_STEPS) as llm:
-        for name in first_use.KINDS:
+        for name in names:
             counted.clear()
             result = first_use.measure(llm, name, TINY_WORK, first_use.Compilations())
             assert {*result} == {"first", "second", "allowed", "is_quick"}, name

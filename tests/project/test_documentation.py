@@ -34,7 +34,7 @@ FLAG = re.compile(r"(?<![\w`-])--[a-z][\w-]*")
 SMALL = {
     "bench.py": "--model DIR --num-seqs 1 --seed 778 --repeat 1 --no-progress",
     "example.py": "127+345=",
-    "benchmarks/workloads.py": "--model DIR --only bs1 --repeat 1",
+    "benchmarks/workloads.py": "--model DIR --only first-token --repeat 1",
     "benchmarks/startup.py": "--model DIR --repeat 1 --only plain --num-seqs 2",
     "benchmarks/roofline.py": "",
     "benchmarks/accuracy.py": "--settings bfloat16",
@@ -61,6 +61,7 @@ NOT_HERE = {
     "python scripts/train_text.py --out DIR --compile --max-minutes 3",
     "python scripts/make_tiny_vision.py",  # test_examples.py
     "python benchmarks/page.py",  # test_benchmarks.py, with other tables
+    "python benchmarks/startup.py --first --dummy qwen3-0.6b --max-model-len 4096",  # there, too
     "python benchmarks/accuracy.py --model DIR --text DIR/held-out.txt",
     "pytest tests/gpu -k eight_bits",
     "ruff check . && ruff format --check . && mypy && lint-imports",

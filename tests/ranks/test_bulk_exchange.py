@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from checkpoints import rare
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.fp8 import Fp8
 from nanovllm.checkpoint.quantization import Quantization
@@ -117,8 +118,15 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(SEED + seed)).to(DTYPE)
 
 
-@pytest.mark.parametrize("act_block", [None, 0, 128])
-@pytest.mark.parametrize(("size", "num_rows"), [(2, 130), (2, 17), (3, 100), (4, 33)])
+SIZES = (2, 130), (2, 17), (3, 100), (4, 33)
+USUAL = {(2, 130, None), (2, 17, 0), (2, 17, 128), (3, 100, None), (3, 100, 128), (4, 33, 0)}
+CASES = [(*size, act_block) for size in SIZES for act_block in (None, 0, 128)]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_rows", "act_block"),
+    [case if case in USUAL else rare(*case) for case in CASES],
+)
 def test_rows_of_large_steps(
     size: int, num_rows: int, act_block: int | None, machine: Machine
 ) -> None:

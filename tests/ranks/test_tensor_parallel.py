@@ -90,12 +90,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("name", "size", "options"),
     [
-        rare("uneven", 2, {}),
         ("odd", 2, {"mixed_steps": False, "overlap": True}),
         rare("odd", 4, {"overlap": True}),
         rare("uneven", 4, {"mixed_steps": False}),
     ],
-    ids=["two", "two-odd-prefill-first-overlap", "four-odd-overlap", "four-prefill-first"],
+    ids=["two-odd-prefill-first-overlap", "four-odd-overlap", "four-prefill-first"],
 )
 @pytest.mark.usefixtures("low_guesses")
 def test_tokens_do_not_depend_on_the_number_of_ranks(

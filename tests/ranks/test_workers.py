@@ -281,7 +281,8 @@ def test_death_while_this_rank_loads(inject, checkpoint, monkeypatch, tmp_path):
     executors.clear()
 
 
-@pytest.mark.parametrize("then", ["step", rare("exit")])
+@pytest.mark.slow  # `test_defect_13` has deaths within calls
+@pytest.mark.parametrize("then", ["step", "exit"])
 def test_death_between_two_calls(then, checkpoint, nothing_left):
     """While the caller does something else; the next call says so, whichever it is."""
     llm = LLM(checkpoint, **TP2)
@@ -418,7 +419,7 @@ def test_engine_is_usable_after_ctrl_c(shared, checkpoint, monkeypatch):
 
 INTERRUPTED = [
     (workers_module, "start_python", True),
-    (Builder, "load", False),
+    rare(Builder, "load", False),
     rare(Executor, "_connect", False),
     rare(Scheduler, "__init__", False),
     rare(workers_module, "start_python", False),
@@ -821,17 +822,17 @@ def resident_memory():
 
 
 @pytest.mark.slow
-def test_two_hundred_engines_one_after_the_other(checkpoint, nothing_left):
+def test_forty_engines_one_after_the_other(checkpoint, nothing_left):
     """Leftovers of each would add up overnight."""
     expected, memory = references(checkpoint), []
-    for _ in range(200):
+    for _ in range(40):
         with LLM(checkpoint, **TP2) as llm:
             assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
         nothing_left()
         memory.append(resident_memory())
-    shown = ", ".join(f"{memory[i]:.1f}" for i in (0, 9, 49, 99, 199))
-    print(f"resident memory after 1, 10, 50, 100 and 200 engines: {shown} MiB")
-    assert memory[199] < memory[49] + 10
+    shown = ", ".join(f"{memory[i]:.1f}" for i in (0, 4, 9, 19, 39))
+    print(f"resident memory after 1, 5, 10, 20 and 40 engines: {shown} MiB")
+    assert memory[39] < memory[9] + 5  # the weights alone have 0.4 in each
 
 
 def test_error_survives_a_pool_of_processes():

@@ -111,8 +111,11 @@ def disturbed(two):
 
 
 def until_ready(llm):
-    while len(llm.executor.ready) < 2:
-        llm.step()
+    def is_ready():
+        llm.step()  # without requests it does not wait
+        return len(llm.executor.ready) == 2
+
+    wait_until(is_ready)
 
 
 # -- the same as one engine ------------------------------------------------------------------------
@@ -544,6 +547,7 @@ def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplo
     assert traces() == before
 
 
+@pytest.mark.slow  # without an update, the call before fails
 def test_requests_end_when_none_is_left_in_an_update(checkpoint):
     """They wait for its end, and would for ever. The reason is that of a replica."""
     prompts = [[i + 1, 5] for i in range(60)]
@@ -717,5 +721,8 @@ def test_replicas_record_to_one_file(checkpoint, tmp_path):
 
 
 def until_restarted(llm):
-    while llm.executor.num_restarts == 0 or len(llm.executor.ready) < 2:
+    def is_restarted():
         llm.step()
+        return llm.executor.num_restarts > 0 and len(llm.executor.ready) == 2
+
+    wait_until(is_restarted)

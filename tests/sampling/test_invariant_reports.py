@@ -65,7 +65,7 @@ def test_reports_do_not_depend_on_others(size: int, step: int, path: Path) -> No
 
 
 @interpreted
-@pytest.mark.parametrize("requests", [REQUESTS[::9], rare(REQUESTS)], ids=["few", "all"])
+@pytest.mark.parametrize("requests", [REQUESTS[::9], rare(REQUESTS[1::3])], ids=["few", "many"])
 def test_by_kernels(requests: list[Request], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (controlled_sampler, logprobs, reporting):
         monkeypatch.setattr(module, "runs_kernels", lambda logits: True)

@@ -201,7 +201,7 @@ def run(llm: LLM, requests: list[Request]) -> list[Any]:
 # -- everything in every mode of the engine -------------------------------------------------------
 
 
-@in_every_mode("chunks", "chunks-of-7-overlap", "small-pool-overlap")
+@in_every_mode("chunks-of-7-overlap", "small-pool-overlap")
 def test_reports_are_those_of_the_oracle(path: Path, oracle: Oracle, mode: Mode) -> None:
     prompts, params = zip(*REQUESTS, strict=True)
     outputs, metrics = run_in(mode, path, prompts, params)
@@ -235,8 +235,9 @@ def test_the_engine_has_a_mode_for_those_that_name_none(
     assert place[77].logprob == pytest.approx(logits[77] - np.logaddexp.reduce(logits), abs=1e-4)
 
 
-@pytest.mark.parametrize("ranks", ["threads", rare("processes")])
-@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize(
+    ("ranks", "overlap"), [("threads", True), rare("threads", False), rare("processes", True)]
+)
 @pytest.mark.usefixtures("low_guesses")
 def test_of_several_ranks(
     ranks: str, overlap: bool, path: Path, oracle: Oracle, request: pytest.FixtureRequest

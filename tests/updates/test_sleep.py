@@ -53,10 +53,11 @@ def test_tokens_are_the_same_after_sleep(
 ) -> None:
     """Weights in pieces, or in oneDNN's layout (in this process alone)."""
     monkeypatch.setattr(onednn, "MIN_WEIGHT", 0 if packed else 2**30)
-    with LLM(paths[1], **{**OPTIONS, "enable_sleep_mode": False, **options}) as fresh:
-        after = results(fresh)
     with LLM(paths[0], **OPTIONS, **options) as llm:
         before = results(llm)
+        llm.update_weights(tensors_of(paths[1]))  # test_new_weights.py has a fresh engine of these
+        after = results(llm)
+        llm.update_weights(tensors_of(paths[0]))
         assert before != after and not llm.is_sleeping()
         llm.sleep()
         assert llm.is_sleeping()
@@ -165,7 +166,8 @@ def test_requests_that_run_wait_for_the_end_of_sleep(paths: tuple[Path, Path]) -
     assert asyncio.run(run()) == wanted["token_ids"]
 
 
-@pytest.mark.parametrize("updated", [False, rare(True)])
+@pytest.mark.slow  # a restart without sleep is in test_replicas.py
+@pytest.mark.parametrize("updated", [False, True])
 def test_replicas_are_restarted_after_sleep(
     updated: bool, paths: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
