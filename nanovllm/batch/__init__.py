@@ -13,7 +13,7 @@ The same script, run again, continues where it was killed. `nanovllm generate` i
 command line.
 
 Doors: `reading`, `rows`, `params`, `job`, `results` and `sink`, which are exported here; `ahead`
-and `identity` for the command line; `openai_api` for `serve`.
+and `identity` for the command line.
 """
 
 from nanovllm.batch.generate import Generate, RayGenerate

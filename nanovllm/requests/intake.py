@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 from nanovllm.images.image import PlacedImage
 from nanovllm.images.picture import PlacedPicture
 from nanovllm.images.prompts import ImagePrompts, NoImages
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import Mistake, RequestOutput
 from nanovllm.requests.inputs import (
     Params,
     Tokenizer,
@@ -321,7 +321,7 @@ class Intake:
     def refused(self, refusal: Refusal) -> RequestOutput:
         """The output of a refused prompt, in the place of a result."""
         request_id = self.ticket(0).request_id
-        return RequestOutput(request_id, refusal.text, [], [], True, 0, error=refusal.error)
+        return RequestOutput(request_id, refusal.text, [], [], True, 0, error=Mistake(refusal.error))
 
     def ticket(self, n: int) -> Ticket:
         """A ticket for a new request of `n` completions."""
