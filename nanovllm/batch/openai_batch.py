@@ -7,8 +7,8 @@ and request-output): `{"id", "custom_id", "response": {"status_code", "request_i
 error object in the body, as its service answers; `error` repeats code and message, so that readers
 of either find them.
 
-Bodies and choices are those of `nanovllm.openai`. With `logprob_token_ids`, the `top_logprobs` of a chat
-are these tokens and the drawn one; with `return_sampling_mask`, a choice has `sampling_mask`.
+Bodies and choices are those of `nanovllm.openai`. With `logprob_token_ids`, the `top_logprobs` of a
+chat are these tokens and the drawn one; with `return_sampling_mask`, a choice has `sampling_mask`.
 `model` is only copied to the result. If a body has no `max_tokens`, the job's default holds, not
 the model's limit. Calls of `tools` stay in the text, as the model writes them; those of earlier
 messages are read as `LLM.chat` reads them.

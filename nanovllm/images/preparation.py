@@ -297,7 +297,8 @@ def _prepare(sized: SizedPicture, processor: ImageProcessor) -> Prepared:
     from nanovllm.images.resizing import resize
 
     began_at = time.perf_counter()
-    image, error = None, None
+    image: Image | None = None
+    error: str | None = None
     try:
         pixels = resize(sized.picture.read(), sized.height, sized.width, processor.resample)
         image = Image.of(pixels, processor.patch_size, sized.num_tokens)

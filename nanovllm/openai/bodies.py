@@ -92,6 +92,13 @@ class Fields:
             check_int(f"{self.where}{name}", value, minimum)
         return value
 
+    def take_if(self, name: str, value: Any) -> bool:
+        """Take a field if it has this value. Returns whether it had."""
+        found = only(value)(self._left.get(name))
+        if found:
+            self.take(name)
+        return found
+
     def take_given(self, name: str) -> Any:
         """Take a field that must be there."""
         value = self.take(name)
@@ -110,11 +117,12 @@ class Fields:
             if name in self._left and not is_nothing(value := whole(self.take(name))):
                 raise ValueError(f"`{self.where}{name}` {value!r} is not supported: {remedy}")
 
-    def end(self, url: str) -> None:
-        """Refuse the fields that nobody has taken."""
+    def end(self, url: str | None = None) -> None:
+        """Refuse the fields that nobody has taken, which this endpoint has not."""
         left = [name for name, value in self._left.items() if value is not None]
         if left:
-            raise ValueError(f"`{self.where}{min(left)}` is not supported for {url}: leave it out")
+            of = "" if url is None else f" for {url}"
+            raise ValueError(f"`{self.where}{min(left)}` is not supported{of}: leave it out")
 
 
 def read_chat(fields: Fields) -> tuple[Any, dict[str, Any]]:

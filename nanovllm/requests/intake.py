@@ -320,8 +320,8 @@ class Intake:
 
     def refused(self, refusal: Refusal) -> RequestOutput:
         """The output of a refused prompt, in the place of a result."""
-        request_id = self.ticket(0).request_id
-        return RequestOutput(request_id, refusal.text, [], [], True, 0, error=Mistake(refusal.error))
+        request_id, error = self.ticket(0).request_id, Mistake(refusal.error)
+        return RequestOutput(request_id, refusal.text, [], [], True, 0, error=error)
 
     def ticket(self, n: int) -> Ticket:
         """A ticket for a new request of `n` completions."""

@@ -9,13 +9,11 @@ import hmac
 import re
 import uuid
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.openai.answers import DONE, dumps
+from nanovllm.serve.errors import RefusedError, error_response, last_events
 
 MAX_BODY = 32 << 20  # bytes
 MAX_BODIES = 256 << 20  # bytes, of all that are read at a time
@@ -24,57 +22,7 @@ OPEN_PATHS = ("/health",)  # need no key
 DRAINING_PATHS = ("/metrics",)  # answer while the server drains
 ENDING = "the server is about to end"
 TOO_LARGE = "a body must have at most {:,} bytes"
-RETRY_SECONDS = 1
-MAX_MESSAGE = 1000  # characters
 REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
-NAMES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    429: "RateLimitError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-}
-
-
-class RefusedError(Exception):
-    """A request that is answered by an error, with this status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """OpenAI's object for an error, with the values of vLLM; `param` is the field that is named."""
-    named = re.match(r"`([\w.]+)", message)
-    kind = NAMES.get(status, NAMES[400])
-    param = named[1] if named else None
-    # It may show a value of any length, with surrogates that no encoding knows.
-    message = message[:MAX_MESSAGE].encode(errors="replace").decode()
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
-
-
-def error_response(status: int, message: str) -> JSONResponse:
-    """An error as a response."""
-    headers = {}
-    if status in (429, 503):
-        headers["Retry-After"] = str(RETRY_SECONDS)
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if status in (408, 413, 503):
-        headers["Connection"] = "close"
-    return JSONResponse(error_body(status, message), status, headers)
-
-
-def last_events(status: int, message: str) -> str:
-    """An error as the end of a stream of events."""
-    return f"data: {dumps(error_body(status, message))}\n\n{DONE}"
 
 
 class Guard:

@@ -77,7 +77,6 @@ class ServerMetrics:
         self._labels = f'model_name="{escaped}",engine="0"'
         self._ends: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._found = {name: Distribution(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
-        self.num_refused = 0  # because too many waited
 
     def count(self, output: RequestOutput, params: SamplingParams) -> None:
         """Count the completions that end with an output, and the request if it ends."""
@@ -113,11 +112,13 @@ class ServerMetrics:
         """Count a request whose client has gone."""
         self._ends["abort"] += 1
 
-    def page(self, engine: Mapping[str, Any]) -> str:
-        """All values, with those of `LLM.metrics`."""
-        return "\n".join([*self._lines(engine), ""])
+    def page(self, engine: Mapping[str, Any], num_refused: int) -> str:
+        """All values, with those of `LLM.metrics`, and the number of requests refused because too
+        many waited.
+        """
+        return "\n".join([*self._lines(engine, num_refused), ""])
 
-    def _lines(self, engine: Mapping[str, Any]) -> Iterator[str]:
+    def _lines(self, engine: Mapping[str, Any], num_refused: int) -> Iterator[str]:
         for kind, known in (("gauge", GAUGES), ("counter", COUNTERS)):
             for name, (key, text) in known.items():
                 full = f"vllm:{name}{'_total' if kind == 'counter' else ''}"
@@ -129,7 +130,7 @@ class ServerMetrics:
             yield f"vllm:request_success_total{{{labels}}} {count}"
         refused = "vllm:admission_rejections_total"
         yield from _head(refused, "Requests refused because too many waited.", "counter")
-        yield f"{refused}{{{self._labels}}} {self.num_refused}"
+        yield f"{refused}{{{self._labels}}} {num_refused}"
         for name, found in self._found.items():
             full = f"vllm:{name}"
             yield from _head(full, HISTOGRAMS[name][1], "histogram")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.openai.calls import Splitter, cut_calls_as_text
+from nanovllm.openai.calls import Splitter
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 KINDS = [(False, False, True), (True, False, True), (True, True, True), (True, False, False)]
@@ -17,15 +17,10 @@ def read(pieces, may_reason=True, is_reasoning=False, may_call=True):
     splitter = Splitter(may_reason=may_reason, is_reasoning=is_reasoning, may_call=may_call)
     content, reasoning, calls = "", "", []
     for i, piece in enumerate(pieces):
-        for kind, text in splitter.feed(piece, is_end=i == len(pieces) - 1):
-            if kind == "content":
-                content += text
-            elif kind == "reasoning":
-                reasoning += text
-            elif kind == "call":
-                calls.append([text, ""])
-            else:
-                calls[-1][1] += text
+        said = splitter.feed(piece, is_end=i == len(pieces) - 1)
+        content += said.content
+        reasoning += said.reasoning
+        calls += map(list, said.calls)
     return content, reasoning, calls
 
 
@@ -44,16 +39,34 @@ def read(pieces, may_reason=True, is_reasoning=False, may_call=True):
             '<tool_call>{"name": "f", "arguments": {"x": "}\\"</tool_call>{"}}</tool_call>',
             *("", "", [["f", '{"x": "}\\"</tool_call>{"}']]),
         ),
-        ('<tool_call>{"arguments": {}, "name": "g"}</tool_call>', "", "", [["g", "{}"]]),
-        ('<tool_call>{"name": "now"}</tool_call>', "", "", [["now", "{}"]]),
-        # Without its last tag, or cut.
-        ('<tool_call>\n{"name": "f", "arguments": {"x": [1]}}', "", "", [["f", '{"x": [1]}']]),
-        ('<tool_call>\n{"name": "f", "arguments": {"x": [1', "", "", [["f", '{"x": [1']]),
-        ('<tool_call>{"name": "f", "arguments": {}}} more', "} more", "", [["f", "{}"]]),
-        # Malformed ones stay.
         (
             '<tool_call>{"name": "</tool_call>", "arguments": {}}',
-            *('<tool_call>{"name": "</tool_call>", "arguments": {}}', "", []),
+            *("", "", [["</tool_call>", "{}"]]),
+        ),
+        ('<tool_call>{"arguments": {}, "name": "g"}</tool_call>', "", "", [["g", "{}"]]),
+        ('<tool_call>{"name": "now"}</tool_call>', "", "", [["now", "{}"]]),
+        # Without its last tag.
+        ('<tool_call>\n{"name": "f", "arguments": {"x": [1]}}', "", "", [["f", '{"x": [1]}']]),
+        # What is cut or malformed stays, with the newlines before it.
+        (
+            'Well.\n\n<tool_call>\n{"name": "f", "arguments": {"x": [1',
+            *('Well.\n\n<tool_call>\n{"name": "f", "arguments": {"x": [1', "", []),
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {}}} more',
+            *('<tool_call>{"name": "f", "arguments": {}}} more', "", []),
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+            *('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "", []),
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
+            *('<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "", []),
+        ),
+        (
+            f'<tool_call>{{"name": "f</tool_call>\n{CALL}',
+            *('<tool_call>{"name": "f</tool_call>', "", [["f", '{"x": 1}']]),
         ),
         ("<tool_call>\nno\n</tool_call>!", "<tool_call>\nno\n</tool_call>!", "", []),
         ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', "", []),
@@ -116,24 +129,3 @@ def test_every_call_that_is_written_is_read(arguments, ascii_only, before):
     content, reasoning, [[name, found]] = read([*text, ""])
     assert (content, reasoning, name) == (before.rstrip("\n"), "", "f")
     assert json.loads(found) == arguments
-
-
-def test_a_call_that_was_cut_is_text_again():
-    """As the model wrote it; other calls, and mistakes, stay."""
-    text = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"x": "a'
-    splitter = Splitter(may_reason=False, is_reasoning=False, may_call=True)
-    pieces = splitter.feed(text, is_end=True)
-    assert [piece.kind for piece in pieces] == ["content", "call", "arguments"]
-    content, name, arguments = (piece.text for piece in pieces)
-    cut = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    whole = {"type": "function", "function": {"name": "g", "arguments": "{}"}}
-    message = {"role": "assistant", "content": content, "tool_calls": [whole, cut]}
-    found = cut_calls_as_text([message, {**message, "tool_calls": [cut]}, "x"])
-    assert found == [
-        {**message, "content": text, "tool_calls": [whole]},
-        {**message, "content": text, "tool_calls": None},
-        "x",
-    ]
-    for calls in ([whole], ["x"], [{"function": {"name": "f", "arguments": "no"}}], None):
-        other = {**message, "tool_calls": calls}
-        assert cut_calls_as_text([other]) == [other]

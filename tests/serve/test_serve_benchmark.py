@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from http_server import OPTIONS
@@ -37,12 +38,8 @@ def test_tokens_that_are_missing_are_no_result(monkeypatch):
     """A server that ends its streams early is not faster."""
     from nanovllm.openai import asks
 
-    read = asks.read_body
-
-    def shorter(body, *args, **options):
-        return read({**body, "max_tokens": 3}, *args, **options)
-
-    monkeypatch.setattr(asks, "read_body", shorter)
+    read = asks.read_sampling
+    monkeypatch.setattr(asks, "read_sampling", lambda *args: replace(read(*args), max_tokens=3))
     with pytest.raises(RuntimeError, match=r"\[3\] tokens instead of 6"):
         run(monkeypatch, "--clients", "1", "--idle", "0", "--repeat", "1")
 

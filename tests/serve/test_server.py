@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import Mock
 
 import pytest
 from http_server import ASK, JSON, PATIENCE, httpx, serving
@@ -29,21 +28,21 @@ from nanovllm.cli.serve import names_of
 from nanovllm.openai import asks
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.serve import guard
-from nanovllm.serve.app import AdmissionSlot, _merge
-from nanovllm.serve.guard import RefusedError
+from nanovllm.serve.errors import RefusedError
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
+from nanovllm.serve.texts import merge
+from nanovllm.serve.waiting import Waiting
 
 ENGINE_VALUES = [key for known in (COUNTERS, GAUGES) for key, _ in known.values()]
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 CHAT = "/v1/chat/completions"
 POSTS = [CHAT, "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
 NESTED = b'{"messages": [], "max_tokens": %b1%b}' % (b"[" * 900, b"]" * 900)
+MANY = ["x" * 400] * 200
+PROMPT_LOGPROBS = {"prompt_logprobs": 20, "max_tokens": 1}
+ECHO = {"echo": True, "logprobs": 20, "n": 8, "temperature": 1, "max_tokens": 1}
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 IGNORED = {"verbosity": "medium", "prompt_cache_retention": "24h", "service_tier": "auto"}
-CUT = {
-    "role": "assistant",
-    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": "'}}],
-}
 GETS = ["/v1/models", "/v1/models/tiny", "/version", "/metrics"]
 
 
@@ -190,7 +189,7 @@ def test_a_stream_of_several_prompts_ends_while_news_wait_for_its_reader():
             ended.append(number)
 
     async def read_one():
-        merged = _merge([counting(number) for number in range(3)])
+        merged = merge([counting(number) for number in range(3)])
         await anext(merged)
         while len(begun) < 6:  # all have more than fits
             await asyncio.sleep(0)
@@ -205,18 +204,18 @@ def test_merged_items_are_those_of_the_generators():
     async def items(number):
         for i in range(number):
             await asyncio.sleep(0)
-            yield i
+            yield number, i
         if number == 3:
             raise RuntimeError("of the third")
 
     async def read_all():
         found = []
         with pytest.raises(RuntimeError, match="of the third"):
-            async for item in _merge([items(number) for number in (2, 3)]):
+            async for item in merge([items(number) for number in (2, 3)]):
                 found.append(item)
         return found
 
-    assert sorted(asyncio.run(read_all())) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    assert sorted(asyncio.run(read_all())) == [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
 
 
 def test_too_many_that_wait_are_refused(monkeypatch):
@@ -292,21 +291,20 @@ def test_every_sequence_of_a_request_waits(streams, monkeypatch):
 
 
 def test_a_place_is_given_back_for_each_prompt():
-    service = Mock(num_waiting=0, max_waiting=3, metrics=Mock(num_refused=0))
-    slot = AdmissionSlot(service)
-    slot.resize(6)
-    with pytest.raises(RefusedError, match="6 sequences wait"):
-        AdmissionSlot(service)
-    slot.release(2)
-    with pytest.raises(RefusedError, match="4 sequences wait"):
-        AdmissionSlot(service)
-    slot.release(2)
-    other = AdmissionSlot(service)
-    slot.end()
-    slot.end()
-    assert service.num_waiting == 1
-    other.end()
-    assert service.num_waiting == 0
+    waiting = Waiting(3)
+    with waiting.admit() as place:
+        place.hold(6)
+        with pytest.raises(RefusedError, match="6 sequences wait"):
+            waiting.admit()
+        place.release(2)
+        with pytest.raises(RefusedError, match="4 sequences wait"):
+            waiting.admit()
+        place.release(2)
+        other = waiting.admit()
+    assert (waiting.count, waiting.num_refused) == (1, 2)
+    with other:
+        pass
+    assert waiting.count == 0
 
 
 def test_a_key_opens_everything_and_health_needs_none():
@@ -412,7 +410,6 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         (CHAT, {"messages": ASK, "allowed_token_ids": [1] * 262_145}, 400, "at most 262144 token"),
         (CHAT, {"messages": ASK, "n": 128, "temperature": 1, **LOGPROBS}, 400, "got 1,376,256"),
         (CHAT, {"messages": ASK, "stop_token_ids": [9999]}, 400, "`stop_token_ids` must"),
-        (CHAT, {"messages": [*ASK, CUT, *ASK], "max_tokens": 1}, 200, ""),
         (CHAT, {"messages": ASK, "verbosity": "high"}, 400, "`verbosity` 'high' is not"),
         (CHAT, {"messages": ASK, "max_tokens": 1, **IGNORED}, 200, ""),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "lone surrogates"),
@@ -421,6 +418,14 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         ("/v1/completions", {"prompt": "a", "n": "x" * 9999}, 400, "`n` must be an integer"),
         ("/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "without `stream`"),
         ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "`logprobs` must be"),
+        (CHAT, {"messages": ASK, "max_completion_tokens": 0}, 400, "`max_completion_tokens` must"),
+        (CHAT, {"messages": ASK, "max_tokens": 0}, 400, "`max_tokens` must"),
+        (CHAT, {"messages": ASK, "max_tokens": False}, 400, "`max_tokens` must be an integer"),
+        (CHAT, {"messages": ASK, **LOGPROBS, "top_logprobs": 21}, 400, "`top_logprobs` must be"),
+        ("/v1/completions", {"prompt": MANY, **PROMPT_LOGPROBS}, 400, "`prompt_logprobs` must"),
+        ("/v1/completions", {"prompt": MANY, **ECHO}, 400, "`logprobs` must be at most"),
+        ("/v1/completions", {"prompt": [1] * 262_145}, 400, "at most 262144 token ids"),
+        ("/detokenize", {"tokens": [1] * 262_145}, 400, "at most 262144 token ids"),
         ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex"),
         (
             "/v1/completions",
@@ -452,6 +457,28 @@ def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place, 
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
     message = answer.json().get("error", {}).get("message", "")
     assert any(each in message for each in says.split("|"))
+
+
+def test_texts_that_are_too_long_are_not_even_tokenised(place, monkeypatch):
+    """Which takes seconds: more characters than `max_model_len` tokens can spell are too many."""
+    tokenizer, asked = place.llm.tokenizer, []
+    encode = tokenizer.encode
+    noting = lambda *args, **options: asked.append(1) or encode(*args, **options)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "encode", noting)
+    most = 512 * max(len(token) for token in tokenizer.get_vocab())
+    for length, says in ((most + 1, f"at most {most:,} characters"), (most, "max_model_len 512")):
+        text = "x" * length
+        for path, body in (
+            (CHAT, {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/embeddings", {"input": [text, "a"]}),
+            ("/tokenize", {"prompt": text}),
+        ):
+            answer = place.post(path, body)
+            if length == most and path in (CHAT, "/tokenize"):  # whose template adds to it
+                continue
+            assert answer.status_code == 400 and says in answer.json()["error"]["message"], path
+        assert bool(asked) == (length == most)
 
 
 def test_web_pages_of_others_cannot_ask(place):
@@ -604,7 +631,7 @@ def test_fields_of_vllm_are_read(place):
 
 def test_models_with_other_names_have_labels_that_can_be_read():
     name = 'a"b\\c'
-    page = ServerMetrics(name).page(dict.fromkeys((*ENGINE_VALUES,), 0))
+    page = ServerMetrics(name).page(dict.fromkeys(ENGINE_VALUES, 0), 0)
     assert 'model_name="a\\"b\\\\c"' in page
 
 

@@ -1,0 +1,186 @@
+"""`Texts`: the endpoint of chats, or that of completions, whole and as streams."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.openai.answers import Answer, dumps
+from nanovllm.openai.asks import Ask, read_ask
+from nanovllm.openai.bodies import Fields
+from nanovllm.outputs import RequestOutput
+from nanovllm.requests.news import News
+from nanovllm.serve.errors import INTERNAL, RefusedError, last_events, mistakes, raise_error
+from nanovllm.serve.guard import REQUEST_ID
+from nanovllm.serve.metrics import ServerMetrics
+from nanovllm.serve.waiting import Place, Waiting
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # for nginx
+]
+
+
+class Texts:
+    """An ASGI application: one endpoint.
+
+    Args:
+        llm: engine.
+        model: name of its model.
+        is_chat: whether it answers chats.
+        interval: tokens that make a piece of a stream, see `AsyncLLM.stream`.
+        read: reads the fields of a request.
+        waiting: the sequences that wait.
+        metrics: counters of what was answered.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        model: str,
+        *,
+        is_chat: bool,
+        interval: int,
+        read: Callable[[Request], Coroutine[Any, Any, Fields]],
+        waiting: Waiting,
+        metrics: ServerMetrics,
+    ) -> None:
+        self._llm, self._model, self._is_chat, self._interval = llm, model, is_chat, interval
+        self._read, self._waiting, self._metrics = read, waiting, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        request = Request(scope, receive)
+        with self._waiting.admit() as place:
+            fields = await self._read(request)
+            request_id = fields.take("request_id") or request.state.request_id
+            with mistakes(fields.names):
+                if not isinstance(request_id, str) or not REQUEST_ID.fullmatch(request_id):
+                    raise ValueError(
+                        "`request_id` must be up to 128 letters, digits, dots and dashes, "
+                        f"got {request_id!r}"
+                    )
+                ask = await read_ask(
+                    self._llm, fields, is_chat=self._is_chat, interval=self._interval
+                )
+            place.hold(len(ask.prompts) * ask.params.n)
+            answer = Answer(ask, self._model, request_id, self._llm.tokenizer)
+            async with aclosing(self._news(ask, fields, place)) as news:
+                if ask.streams:
+                    await self._stream(news, answer, request.state.request_id, send)
+                else:
+                    whole = answer.whole(await _joined(news, len(ask.prompts)))
+                    response = Response(dumps(whole), media_type="application/json")
+                    await response(scope, receive, send)
+
+    async def _stream(
+        self,
+        news: AsyncGenerator[tuple[int, RequestOutput], None],
+        answer: Answer,
+        request_id: str,
+        send: Send,
+    ) -> None:
+        """Send events as they come. What is wrong before the first of them has a status."""
+
+        async def write(text: str, *, more: bool = True) -> None:
+            if text or not more:
+                body = {"type": "http.response.body", "body": text.encode(), "more_body": more}
+                await send(body)
+
+        first = await anext(news)
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+        await write(answer.events(*first))
+        try:
+            async for number, output in news:
+                await write(answer.events(number, output))
+            end = answer.end()
+        except RefusedError as refused:  # by the mistake in another prompt
+            end = last_events(refused.status, str(refused))
+        except Exception:  # the status is sent: what is left to say is said here
+            logger.exception("the stream of request %s has ended by an error", request_id)
+            end = last_events(500, INTERNAL.format(request_id))
+        await write(end, more=False)
+
+    def _news(
+        self, ask: Ask, fields: Fields, place: Place
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """New outputs of all prompts, each with the number of its prompt."""
+        each = [self._news_of(i, ask, fields, place) for i in range(len(ask.prompts))]
+        return each[0] if len(each) == 1 else merge(each)
+
+    async def _news_of(
+        self, number: int, ask: Ask, fields: Fields, place: Place
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """New outputs of a prompt; all after the first at the end, if the answer is no stream."""
+        interval = ask.interval if ask.streams else sys.maxsize
+        news = self._llm.stream(ask.prompts[number], ask.params, interval=interval)
+        try:
+            async with aclosing(news) as outputs:
+                with mistakes(fields.names):  # which are found before there is any output
+                    output = await anext(outputs)
+                place.release(ask.params.n)
+                while True:
+                    self._metrics.count(output, ask.params)
+                    raise_error(output)
+                    yield number, output
+                    if output.finished:
+                        return
+                    output = await anext(outputs)
+        except (asyncio.CancelledError, GeneratorExit):
+            self._metrics.count_abort()
+            raise
+
+
+async def _joined(
+    news: AsyncGenerator[tuple[int, RequestOutput], None], count: int
+) -> list[RequestOutput]:
+    """The finished outputs of so many prompts."""
+    joined = [News() for _ in range(count)]
+    async for number, output in news:
+        joined[number].add(output)
+    return [each.take() for each in joined]
+
+
+async def gather(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of jobs side by side; where one fails, the others end."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def merge(generators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of generators, as they come."""
+    found: asyncio.Queue[T | None] = asyncio.Queue()
+    room = asyncio.Semaphore(len(generators))  # bounds the items, so that the end always fits
+
+    async def put_all(generator: AsyncGenerator[T, None]) -> None:
+        async with aclosing(generator) as items:
+            async for item in items:
+                await room.acquire()
+                found.put_nowait(item)
+
+    work = asyncio.ensure_future(gather([put_all(each) for each in generators]))
+    work.add_done_callback(lambda _: found.put_nowait(None))
+    try:
+        while (item := await found.get()) is not None:
+            yield item
+            room.release()
+        await work
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
