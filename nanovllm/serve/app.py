@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 import logging
 import time
 from array import array
@@ -19,14 +18,13 @@ from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.answers import dumps
 from nanovllm.openai.asks import MAX_IDS, encode_prompts
-from nanovllm.openai.bodies import Fields
 from nanovllm.requests.inputs import check_vocabulary, whole_numbers
 from nanovllm.requests.json_params import CHAT_FIELDS
 from nanovllm.serve.errors import INTERNAL, RefusedError, error_response, mistakes, raise_error
 from nanovllm.serve.guard import Guard
-from nanovllm.serve.metrics import CONTENT_TYPE, ServerMetrics
+from nanovllm.serve.metrics import CONTENT_TYPE
+from nanovllm.serve.served import Served
 from nanovllm.serve.texts import Texts, gather
-from nanovllm.serve.waiting import Waiting
 from nanovllm.utils.checks import check_choice
 from nanovllm.utils.options import only
 
@@ -54,23 +52,11 @@ def make_app(
         max_waiting: number of sequences that may wait for their first token.
         interval: tokens that make a piece of a stream, see `AsyncLLM.stream`.
     """
-    waiting, metrics = Waiting(max_waiting), ServerMetrics(names[0])
-    service = Service(llm, names, waiting, metrics)
-
-    def texts(*, is_chat: bool) -> Texts:
-        return Texts(
-            llm,
-            names[0],
-            is_chat=is_chat,
-            interval=interval,
-            read=service.read,
-            waiting=waiting,
-            metrics=metrics,
-        )
-
+    served = Served(llm, names, max_waiting, interval)
+    service = Service(served)
     routes = [
-        Route("/v1/chat/completions", texts(is_chat=True), methods=["POST"]),
-        Route("/v1/completions", texts(is_chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", Texts(served, is_chat=True), methods=["POST"]),
+        Route("/v1/completions", Texts(served, is_chat=False), methods=["POST"]),
         Route("/v1/embeddings", service.embed, methods=["POST"]),
         Route("/tokenize", service.tokenize, methods=["POST"]),
         Route("/detokenize", service.detokenize, methods=["POST"]),
@@ -102,50 +88,18 @@ def _fail(request: Request, error: Exception) -> Response:
 
 
 class Service:
-    """The endpoints but those of texts.
+    """The endpoints but those of texts, of an engine that is served."""
 
-    Args:
-        llm: engine.
-        names: names of its model.
-        waiting: the sequences that wait.
-        metrics: counters of what was answered.
-    """
-
-    def __init__(
-        self, llm: AsyncLLM, names: Sequence[str], waiting: Waiting, metrics: ServerMetrics
-    ) -> None:
-        self._llm, self._names, self._waiting, self._metrics = llm, names, waiting, metrics
+    def __init__(self, served: Served) -> None:
+        self._served, self._llm = served, served.llm
         self._started_at = int(time.time())
-
-    async def read(self, request: Request) -> Fields:
-        """The fields of a request, without `model`, which is checked."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # forms of web pages elsewhere may send any other
-            raise RefusedError(
-                415, f"the header `Content-Type` must be application/json, got {kind!r}"
-            )
-        try:
-            body = json.loads(await request.body(), parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            raise RefusedError(400, f"the body must be JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise RefusedError(400, f"the body must be an object, got a {type(body).__name__}")
-        fields = Fields(body)
-        self._check_model(fields.take("model") or self._names[0])
-        return fields
-
-    def _check_model(self, name: Any) -> None:
-        if name not in self._names:
-            raise RefusedError(
-                404, f"`model` must be one of {', '.join(self._names)}, got {name!r}"
-            )
 
     # -- vectors and tokens -----------------------------------------------------------------------
 
     async def embed(self, request: Request) -> Response:
         """`/v1/embeddings`."""
-        with self._waiting.admit() as place:
-            fields = await self.read(request)
+        with self._served.waiting.admit() as place:
+            fields = await self._served.read(request)
             with mistakes():
                 form = fields.take("encoding_format") or "float"
                 check_choice("encoding_format", form, ("float", "base64"))
@@ -166,11 +120,13 @@ class Service:
             data.append({"object": "embedding", "index": index, "embedding": vector})
             num_tokens += len(output.prompt_token_ids)
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return _json({"object": "list", "data": data, "model": self._names[0], "usage": usage})
+        return _json(
+            {"object": "list", "data": data, "model": self._served.names[0], "usage": usage}
+        )
 
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`, of a prompt or of messages."""
-        fields = await self.read(request)
+        fields = await self._served.read(request)
         with mistakes():
             shows = fields.take_bool("return_token_strs")
             messages = fields.take("messages")
@@ -196,7 +152,7 @@ class Service:
 
     async def detokenize(self, request: Request) -> Response:
         """`/detokenize`."""
-        fields = await self.read(request)
+        fields = await self._served.read(request)
         tokenizer = self._llm.tokenizer
         with mistakes():
             tokens = fields.take("tokens")
@@ -217,12 +173,12 @@ class Service:
 
     async def models(self, _: Request) -> Response:
         """`/v1/models`."""
-        return _json({"object": "list", "data": [self._model(name) for name in self._names]})
+        return _json({"object": "list", "data": [self._model(name) for name in self._served.names]})
 
     async def model(self, request: Request) -> Response:
         """`/v1/models/NAME`."""
         name = request.path_params["name"]
-        self._check_model(name)
+        self._served.check_model(name)
         return _json(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -248,13 +204,10 @@ class Service:
 
     async def page(self, _: Request) -> Response:
         """`/metrics`."""
-        text = self._metrics.page(await self._llm.metrics(), self._waiting.num_refused)
+        num_refused = self._served.waiting.num_refused
+        text = self._served.metrics.page(await self._llm.metrics(), num_refused)
         return Response(text, media_type=CONTENT_TYPE)
 
 
 def _json(value: Any) -> Response:
     return Response(dumps(value), media_type="application/json")
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")

@@ -22,7 +22,6 @@ NAMES = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
@@ -78,7 +77,7 @@ def error_response(status: int, message: str) -> JSONResponse:
         headers["Retry-After"] = str(RETRY_SECONDS)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if status in (408, 413, 503):
+    if status in (413, 503):
         headers["Connection"] = "close"
     return JSONResponse(error_body(status, message), status, headers)
 

@@ -16,8 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.serve.errors import RefusedError, error_response, last_events
 
 MAX_BODY = 32 << 20  # bytes
-MAX_BODIES = 256 << 20  # bytes, of all that are read at a time
-READ_SECONDS = 120.0  # for a body to come
 OPEN_PATHS = ("/health",)  # need no key
 DRAINING_PATHS = ("/metrics",)  # answer while the server drains
 ENDING = "the server is about to end"
@@ -42,7 +40,6 @@ class Guard:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], hosts: Collection[str] = ()) -> None:
         self._app, self._hosts = app, {host.lower() for host in hosts}
-        self._num_bytes = 0  # of bodies that are read
         self._digests = [_digest(key.encode(errors="surrogateescape")) for key in keys]
         self.is_draining, self.num_open = False, 0
         self._watches: set[asyncio.Future[None]] = set()  # of clients with open requests
@@ -101,10 +98,16 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > MAX_BODY:
             raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
-        try:
-            return await asyncio.wait_for(self._read(receive), READ_SECONDS)
-        except asyncio.TimeoutError:  # another class than TimeoutError in Python 3.10
-            raise RefusedError(408, f"a body must come within {READ_SECONDS:g} seconds") from None
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > MAX_BODY:
+                raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
+            if not message.get("more_body", False):
+                return bytes(body)
 
     def _check_host(self, headers: Headers) -> None:
         host = headers.get("host", "").lower()
@@ -122,26 +125,6 @@ class Guard:
                 raise RefusedError(
                     401, "the header `Authorization` must be `Bearer` and a valid key"
                 )
-
-    async def _read(self, receive: Receive) -> bytes | None:
-        """A body; None if its client has gone."""
-        body = bytearray()
-        try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                part = message.get("body", b"")
-                body += part
-                self._num_bytes += len(part)
-                if len(body) > MAX_BODY:
-                    raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
-                if self._num_bytes > MAX_BODIES:
-                    raise RefusedError(503, "too many bodies come at a time: try again later")
-                if not message.get("more_body", False):
-                    return bytes(body)
-        finally:
-            self._num_bytes -= len(body)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
         """Run the application, and cancel it when the client goes. Returns whether it could go on

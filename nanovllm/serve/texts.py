@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -11,16 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.answers import Answer, dumps
 from nanovllm.openai.asks import Ask, read_ask
 from nanovllm.openai.bodies import Fields
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.news import News
 from nanovllm.serve.errors import INTERNAL, RefusedError, last_events, mistakes, raise_error
-from nanovllm.serve.guard import REQUEST_ID
-from nanovllm.serve.metrics import ServerMetrics
-from nanovllm.serve.waiting import Place, Waiting
+from nanovllm.serve.served import Place, Served
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,49 +33,28 @@ class Texts:
     """An ASGI application: one endpoint.
 
     Args:
-        llm: engine.
-        model: name of its model.
+        served: engine that is served.
         is_chat: whether it answers chats.
-        interval: tokens that make a piece of a stream, see `AsyncLLM.stream`.
-        read: reads the fields of a request.
-        waiting: the sequences that wait.
-        metrics: counters of what was answered.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        model: str,
-        *,
-        is_chat: bool,
-        interval: int,
-        read: Callable[[Request], Coroutine[Any, Any, Fields]],
-        waiting: Waiting,
-        metrics: ServerMetrics,
-    ) -> None:
-        self._llm, self._model, self._is_chat, self._interval = llm, model, is_chat, interval
-        self._read, self._waiting, self._metrics = read, waiting, metrics
+    def __init__(self, served: Served, *, is_chat: bool) -> None:
+        self._served, self._is_chat = served, is_chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        request = Request(scope, receive)
-        with self._waiting.admit() as place:
-            fields = await self._read(request)
-            request_id = fields.take("request_id") or request.state.request_id
+        served, request = self._served, Request(scope, receive)
+        request_id = request.state.request_id
+        with served.waiting.admit() as place:
+            fields = await served.read(request)
             with mistakes(fields.names):
-                if not isinstance(request_id, str) or not REQUEST_ID.fullmatch(request_id):
-                    raise ValueError(
-                        "`request_id` must be up to 128 letters, digits, dots and dashes, "
-                        f"got {request_id!r}"
-                    )
                 ask = await read_ask(
-                    self._llm, fields, is_chat=self._is_chat, interval=self._interval
+                    served.llm, fields, is_chat=self._is_chat, interval=served.interval
                 )
             place.hold(len(ask.prompts) * ask.params.n)
-            answer = Answer(ask, self._model, request_id, self._llm.tokenizer)
+            answer = Answer(ask, served.names[0], request_id, served.llm.tokenizer)
             async with aclosing(self._news(ask, fields, place)) as news:
                 if ask.streams:
-                    await self._stream(news, answer, request.state.request_id, send)
+                    await self._stream(news, answer, request_id, send)
                 else:
                     whole = answer.whole(await _joined(news, len(ask.prompts)))
                     response = Response(dumps(whole), media_type="application/json")
@@ -124,21 +100,21 @@ class Texts:
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """New outputs of a prompt; all after the first at the end, if the answer is no stream."""
         interval = ask.interval if ask.streams else sys.maxsize
-        news = self._llm.stream(ask.prompts[number], ask.params, interval=interval)
+        news = self._served.llm.stream(ask.prompts[number], ask.params, interval=interval)
         try:
             async with aclosing(news) as outputs:
                 with mistakes(fields.names):  # which are found before there is any output
                     output = await anext(outputs)
                 place.release(ask.params.n)
                 while True:
-                    self._metrics.count(output, ask.params)
+                    self._served.metrics.count(output, ask.params)
                     raise_error(output)
                     yield number, output
                     if output.finished:
                         return
                     output = await anext(outputs)
         except (asyncio.CancelledError, GeneratorExit):
-            self._metrics.count_abort()
+            self._served.metrics.count_abort()
             raise
 
 
