@@ -170,18 +170,19 @@ class Answer:
         self, choice: Choice, part: CompletionOutput, output: RequestOutput
     ) -> list[str]:
         said = []
-        piece = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": None}
         if not choice.has_begun:
             choice.has_begun = True
-            begin = {**piece, "delta": {"role": "assistant", "content": ""}}
+            piece = {
+                "index": choice.index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
             ids = {"prompt_token_ids": output.prompt_token_ids} if self._ask.has_ids else {}
-            said.append(self._event(begin, **ids))
-        piece["delta"] = choice.read(part)
-        piece["logprobs"] = self._chat_logprobs(part)
-        piece["finish_reason"] = choice.finish_reason(part)
-        if self._ask.has_ids:
-            piece["token_ids"] = part.token_ids
-        if piece["delta"] or piece["logprobs"] or piece["finish_reason"] or self._ask.has_ids:
+            said.append(self._event(piece, **ids))
+        piece = self._chat_piece(choice, part)
+        has_news = piece["delta"] or piece["logprobs"] or piece["finish_reason"]
+        if has_news or self._ask.has_ids:
             said.append(self._event(piece))
         return said
 
@@ -194,20 +195,25 @@ class Answer:
 
     # -- choices ----------------------------------------------------------------------------------
 
-    def _chat_choice(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
-        """A whole choice of a chat."""
-        message = {"role": "assistant", "content": "", "refusal": None, **choice.read(part)}
-        if calls := message.get("tool_calls"):
-            message["content"] = message["content"] or None
-            for call in calls:
-                del call["index"]  # which is for streams
+    def _chat_piece(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
+        """What is new of a choice of a chat."""
         return {
             "index": choice.index,
-            "message": message,
+            "delta": choice.read(part),
             "logprobs": self._chat_logprobs(part),
             "finish_reason": choice.finish_reason(part),
             **({"token_ids": part.token_ids} if self._ask.has_ids else {}),
         }
+
+    def _chat_choice(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
+        """A whole choice of a chat."""
+        piece = self._chat_piece(choice, part)
+        message = {"role": "assistant", "content": "", "refusal": None, **piece.pop("delta")}
+        if calls := message.get("tool_calls"):
+            message["content"] = message["content"] or None
+            for call in calls:
+                del call["index"]  # which is for streams
+        return {"message": message, **piece}
 
     def _chat_logprobs(self, part: CompletionOutput) -> dict[str, Any] | None:
         if part.logprobs is None:

@@ -246,9 +246,10 @@ def check_tools(tools: Any) -> None:
             raise ValueError(
                 f'`tools[{i}]` must be {{"type": "function", "function": ...}}, got {tool!r}'
             )
-        name, parameters = function.get("name"), function.get("parameters")
+        name = function.get("name")
         if not isinstance(name, str) or not name:
             raise ValueError(f"`tools[{i}].function.name` must be a name, got {name!r}")
+        parameters = function.get("parameters")
         if not isinstance(parameters, (dict, type(None))):
             raise TypeError(
                 f"`tools[{i}].function.parameters` must be a JSON Schema, got {parameters!r}"

@@ -70,10 +70,13 @@ def make_app(
     return Guard(Starlette(routes=routes, exception_handlers=handlers), keys, hosts)
 
 
-def _refuse(_: Request, error: Exception) -> Response:
+def _refuse(request: Request, error: Exception) -> Response:
     """The answer to a mistake of the client."""
     if isinstance(error, HTTPException):  # of routes: no such path, or another method
-        response = error_response(error.status_code, error.detail)
+        detail = error.detail
+        if error.status_code == 404:
+            detail += f": this server has {', '.join(route.path for route in request.app.routes)}"
+        response = error_response(error.status_code, detail)
         response.headers.update(error.headers or {})
         return response
     assert isinstance(error, RefusedError)
