@@ -26,9 +26,10 @@ from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
 from nanovllm.cli.serve import names_of
 from nanovllm.openai import asks
+from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, Mistake, RequestOutput
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.serve import guard
-from nanovllm.serve.errors import RefusedError
+from nanovllm.serve.errors import RefusedError, raise_error
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
 from nanovllm.serve.served import Waiting
 from nanovllm.serve.texts import merge
@@ -513,6 +514,17 @@ def test_no_body_is_a_fault_of_ours(place, path, fields, is_good):
         assert answer.json()["error"]["message"]
     elif body.get("stream") is True and path in POSTS[:2]:
         assert answer.text.endswith("data: [DONE]\n\n") and '{"error"' not in answer.text
+
+
+def test_outputs_with_errors_are_no_answers():
+    """A vector that could not be computed was an empty one."""
+    vector = EmbeddingRequestOutput(0, EmbeddingOutput([]), [1], True, "the model computed NaN")
+    with pytest.raises(RuntimeError, match="NaN"):
+        raise_error(vector)
+    refused = RequestOutput(0, None, [], [], True, 0, error=Mistake("`image` is broken"))
+    with pytest.raises(RefusedError, match="broken"):
+        raise_error(refused)
+    raise_error(RequestOutput(0, None, [], [], True, 0))
 
 
 # -- facts ----------------------------------------------------------------------------------------
