@@ -5,8 +5,8 @@ import base64
 import logging
 import time
 from array import array
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,11 +24,12 @@ from nanovllm.serve.errors import INTERNAL, RefusedError, error_response, mistak
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.metrics import CONTENT_TYPE
 from nanovllm.serve.served import Served
-from nanovllm.serve.texts import Texts, gather
+from nanovllm.serve.texts import Texts
 from nanovllm.utils.checks import check_choice
 from nanovllm.utils.options import only
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 NO_DIMENSIONS = {"dimensions": (only(None), "vectors have the size of the model")}
 
@@ -113,7 +114,7 @@ class Service:
                 prompts = await encode_prompts(self._llm, given, "input")
             place.hold(len(prompts))
             with mistakes():
-                outputs = await gather([self._llm.embed(prompt) for prompt in prompts])
+                outputs = await _all([self._llm.embed(prompt) for prompt in prompts])
         data, num_tokens = [], 0
         for index, output in enumerate(outputs):
             raise_error(output)
@@ -214,3 +215,14 @@ class Service:
 
 def _json(value: Any) -> Response:
     return Response(dumps(value), media_type="application/json")
+
+
+async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of jobs side by side; where one fails, the others end."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -128,35 +128,23 @@ async def _joined(
     return [each.take() for each in joined]
 
 
-async def gather(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of jobs side by side; where one fails, the others end."""
-    tasks = [asyncio.ensure_future(job) for job in jobs]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def merge(generators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """The items of generators, as they come."""
-    found: asyncio.Queue[T | None] = asyncio.Queue()
-    room = asyncio.Semaphore(len(generators))  # bounds the items, so that the end always fits
-
-    async def put_all(generator: AsyncGenerator[T, None]) -> None:
-        async with aclosing(generator) as items:
-            async for item in items:
-                await room.acquire()
-                found.put_nowait(item)
-
-    work = asyncio.ensure_future(gather([put_all(each) for each in generators]))
-    work.add_done_callback(lambda _: found.put_nowait(None))
+    """The items of generators, as they come. A reader who is late has one of each to come."""
+    coming = {asyncio.ensure_future(anext(each)): each for each in generators}
     try:
-        while (item := await found.get()) is not None:
-            yield item
-            room.release()
-        await work
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                generator = coming.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield item
+                coming[asyncio.ensure_future(anext(generator))] = generator
     finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        for generator in generators:
+            await generator.aclose()
