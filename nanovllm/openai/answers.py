@@ -213,7 +213,7 @@ class Answer:
             message["content"] = message["content"] or None
             for call in calls:
                 del call["index"]  # which is for streams
-        return {"message": message, **piece}
+        return {"index": choice.index, "message": message, **piece}
 
     def _chat_logprobs(self, part: CompletionOutput) -> dict[str, Any] | None:
         if part.logprobs is None:

@@ -53,12 +53,15 @@ UNSUPPORTED: Foreign = {
     "vllm_xargs": (only(None, {}), "there are no other parameters"),
     "web_search_options": (only(None), "nothing is searched"),
 }
-# OpenAI's names of sampling parameters that have other names here.
-OPENAI_NAMES = {
-    "max_tokens": "max_completion_tokens",
-    "logprobs": "top_logprobs",
-    "structured_outputs": "response_format",
-}
+# Parameters in errors, and the fields of bodies that they may have been made of.
+SENT_AS = (
+    ("max_tokens", "max_completion_tokens"),
+    ("logprobs", "top_logprobs"),
+    ("structured_outputs", "response_format"),
+    ("json", "response_format"),
+    ("grammar", "response_format"),  # after reasoning
+    ("grammar", "tools"),  # that must be called
+)
 
 
 class Fields:
@@ -164,12 +167,11 @@ def read_sampling(
 
 
 def as_sent(message: str, names: Collection[str]) -> str:
-    """A message about a sampling parameter, under the name that a body with these names has for
-    it.
-    """
-    for own, name in OPENAI_NAMES.items():
-        if name in names:
-            message = message.replace(f"`{own}`", f"`{name}`")
+    """A message about a parameter, under the name that a body with these names has for it."""
+    has_form = "structured_outputs" in names  # then none is made of tools
+    for own, sent in SENT_AS:
+        if sent in names and not (has_form and sent == "tools"):
+            message = message.replace(f"`{own}`", f"`{sent}`")
     return message
 
 

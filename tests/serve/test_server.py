@@ -39,6 +39,9 @@ LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 CHAT = "/v1/chat/completions"
 POSTS = [CHAT, "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
 NESTED = b'{"messages": [], "max_tokens": %b1%b}' % (b"[" * 900, b"]" * 900)
+NO_SCHEMA = {"type": "nonsense"}
+NO_FORM = {"type": "json_schema", "json_schema": {"schema": NO_SCHEMA}}
+NO_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NO_SCHEMA}}]
 MANY = ["x" * 400] * 200
 PROMPT_LOGPROBS = {"prompt_logprobs": 20, "max_tokens": 1}
 ECHO = {"echo": True, "logprobs": 20, "n": 8, "temperature": 1, "max_tokens": 1}
@@ -418,6 +421,19 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
             400,
             "at most 65,536 characters",
         ),
+        (CHAT, {"messages": ASK, "response_format": NO_FORM}, 400, "`response_format` must"),
+        (
+            CHAT,
+            {"messages": ASK, "tools": NO_TOOLS, "tool_choice": "required"},
+            400,
+            "`tools` must",
+        ),
+        (
+            CHAT,
+            {"messages": ASK, "tools": NO_TOOLS, "structured_outputs": {"grammar": "x"}},
+            400,
+            "`grammar` must",
+        ),
         ("/v1/embeddings", {"input": "a", "dimensions": 3}, 400, "`dimensions` 3 is not"),
         ("/v1/embeddings", {"input": "a", "x": 3}, 400, "`x` is not supported for /v1/embeddings"),
         ("/v1/embeddings", {}, 400, "`input` must be given"),
@@ -430,7 +446,7 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
 )
 def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place, monkeypatch):
     monkeypatch.setattr(asks, "MAX_LOGPROBS", 1 << 20)  # what one choice of this model is below
-    if "regex" in str(body):
+    if any(form in str(body) for form in ("regex", "grammar", "nonsense")):
         pytest.importorskip("llguidance")
     answer = place.post(path, body)
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
