@@ -6,7 +6,6 @@ which tools must be called, and how a prompt is tokenised.
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,9 @@ from nanovllm.openai.bodies import CHAT, COMPLETIONS, Fields, read_chat, read_sa
 from nanovllm.openai.calls import (
     OPEN_THOUGHT,
     THINK_END,
+    called_tools,
     calls_form,
+    check_tools,
     reasoning_rule,
     with_reasoning,
 )
@@ -121,8 +122,9 @@ async def read_ask(llm: "AsyncLLM", fields: Fields, *, is_chat: bool, interval: 
 async def encode_prompts(
     llm: "AsyncLLM", given: Any, name: str, *, add_special_tokens: bool = True
 ) -> list[dict[str, Any]]:
-    """One text or list of token ids, or a list of those, as prompts. Texts are tokenised in another
-    thread, and not at all if they are too long for the model in any case.
+    """One text or list of token ids, or a list of those, as prompts. Texts are tokenised in one of
+    asyncio's threads, of which there are a few, and not at all if they are too long for the model
+    in any case.
     """
     items = given if isinstance(given, list) else [given]
     if not items or isinstance(items[0], int):
@@ -142,24 +144,19 @@ async def encode_prompts(
                 f"`{name}` must hold token ids for a model without tokenizer, got text"
             )
 
-    def encode_all() -> list[dict[str, Any]]:
-        return [
-            {
-                "prompt": item,
-                "prompt_token_ids": encode(
-                    llm.tokenizer,
-                    item,
-                    name,
-                    max_chars=llm.max_chars,
-                    add_special_tokens=add_special_tokens,
-                ),
-            }
-            if isinstance(item, str)
-            else {"prompt": None, "prompt_token_ids": item}
-            for item in items
-        ]
+    def encode_item(item: str | list[int]) -> dict[str, Any]:
+        if isinstance(item, list):
+            return {"prompt": None, "prompt_token_ids": item}
+        token_ids = encode(
+            llm.tokenizer,
+            item,
+            name,
+            max_chars=llm.max_chars,
+            add_special_tokens=add_special_tokens,
+        )
+        return {"prompt": item, "prompt_token_ids": token_ids}
 
-    return await asyncio.to_thread(encode_all)
+    return await asyncio.to_thread(lambda: [encode_item(item) for item in items])
 
 
 def _stream_options(fields: Fields, streams: bool) -> Fields:
@@ -234,47 +231,6 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
         may_call=may_call,
         may_call_again=several,
     )
-
-
-def check_tools(tools: Any) -> None:
-    """Raise unless these are OpenAI's tools."""
-    if not isinstance(tools, list):
-        raise TypeError(f"`tools` must be a list of tools, got {tools!r}")
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type", "function") != "function":
-            raise ValueError(
-                f'`tools[{i}]` must be {{"type": "function", "function": ...}}, got {tool!r}'
-            )
-        name = function.get("name")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"`tools[{i}].function.name` must be a name, got {name!r}")
-        parameters = function.get("parameters")
-        if not isinstance(parameters, (dict, type(None))):
-            raise TypeError(
-                f"`tools[{i}].function.parameters` must be a JSON Schema, got {parameters!r}"
-            )
-
-
-def called_tools(tools: Sequence[Any], choice: Any) -> list[Any]:
-    """The tools of which one must be called: all, a named one, or none."""
-    if choice in (None, "none", "auto"):
-        return []
-    if choice == "required":
-        if not tools:
-            raise ValueError("`tools` must be given with `tool_choice` required, got none")
-        return list(tools)
-    named = choice.get("function") if isinstance(choice, dict) else None
-    name = named.get("name") if isinstance(named, dict) else None
-    if name is None:
-        raise ValueError(
-            "`tool_choice` must be none, auto, required or "
-            f'{{"type": "function", "function": {{"name": ...}}}}, got {choice!r}'
-        )
-    found = [tool for tool in tools if tool["function"]["name"] == name]
-    if not found:
-        raise ValueError(f"`tool_choice` must name one of the tools, got {name!r}")
-    return found[:1]
 
 
 def _check_bounds(ask: Ask, max_model_len: int) -> None:

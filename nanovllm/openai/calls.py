@@ -160,6 +160,47 @@ def _call_of(value: Any) -> Call | None:
     return Call(name, said)
 
 
+def check_tools(tools: Any) -> None:
+    """Raise unless these are OpenAI's tools."""
+    if not isinstance(tools, list):
+        raise TypeError(f"`tools` must be a list of tools, got {tools!r}")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise ValueError(
+                f'`tools[{i}]` must be {{"type": "function", "function": ...}}, got {tool!r}'
+            )
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"`tools[{i}].function.name` must be a name, got {name!r}")
+        parameters = function.get("parameters")
+        if not isinstance(parameters, (dict, type(None))):
+            raise TypeError(
+                f"`tools[{i}].function.parameters` must be a JSON Schema, got {parameters!r}"
+            )
+
+
+def called_tools(tools: Sequence[Any], choice: Any) -> list[Any]:
+    """The tools of which one must be called: all, a named one, or none."""
+    if choice in (None, "none", "auto"):
+        return []
+    if choice == "required":
+        if not tools:
+            raise ValueError("`tools` must be given with `tool_choice` required, got none")
+        return list(tools)
+    named = choice.get("function") if isinstance(choice, dict) else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if name is None:
+        raise ValueError(
+            "`tool_choice` must be none, auto, required or "
+            f'{{"type": "function", "function": {{"name": ...}}}}, got {choice!r}'
+        )
+    found = [tool for tool in tools if tool["function"]["name"] == name]
+    if not found:
+        raise ValueError(f"`tool_choice` must name one of the tools, got {name!r}")
+    return found[:1]
+
+
 def calls_form(tools: Sequence[Any], *, several: bool, thinks: str) -> str:
     """The form of an answer that calls these tools, in llguidance's dialect of Lark.
 
