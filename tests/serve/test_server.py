@@ -195,9 +195,9 @@ def test_a_stream_of_several_prompts_ends_while_news_wait_for_its_reader():
         while len(begun) < 3:  # all have one
             await asyncio.sleep(0)
         await asyncio.wait_for(merged.aclose(), PATIENCE)
+        return sorted(ended)
 
-    asyncio.run(read_one())
-    assert sorted(ended) == [0, 1, 2]
+    assert asyncio.run(read_one()) == [0, 1, 2]
     assert len(begun) < 6, "who reads nothing is waited for"
 
 
