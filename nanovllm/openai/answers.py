@@ -6,12 +6,12 @@ What all events of a stream have in common is written once; of most, only the te
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring as quote  # in C; text that is not ASCII stays as it is
 from typing import Any
 
 from nanovllm.openai.asks import Ask
-from nanovllm.openai.calls import Splitter
+from nanovllm.openai.calls import Call, Splitter
 from nanovllm.openai.choices import LEAST_LOGPROB, chat_logprobs, text_logprobs, usage
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -41,29 +41,28 @@ class Choice:
                 may_reason=ask.may_reason, is_reasoning=ask.is_reasoning, may_call=ask.may_call
             )
 
-    def read(self, part: CompletionOutput) -> dict[str, Any]:
-        """The fields of a chat's message that a part has news of."""
+    def read(self, part: CompletionOutput) -> list[dict[str, Any]]:
+        """The deltas that a part makes of a chat's message: one of texts, and one for each piece of
+        news of a call.
+        """
         if self._splitter is None:
-            return {"content": part.text} if part.text else {}
+            return [{"content": part.text}] if part.text else []
         said = self._splitter.feed(part.text, is_end=part.finished())
-        calls = []
-        for call in said.calls:
-            if self._num_calls and not self._ask.may_call_again:
-                break
-            function = {"name": call.name, "arguments": call.arguments}
-            call_id = f"call_{uuid.uuid4().hex[:24]}"
-            calls.append(
-                {"index": self._num_calls, "id": call_id, "type": "function", "function": function}
-            )
-            self._num_calls += 1
         reasoning = said.reasoning if self._ask.shows_reasoning else ""
         fields = {
             "reasoning": reasoning,  # vLLM's name, and DeepSeek's
             "reasoning_content": reasoning,
             "content": said.content,
-            "tool_calls": calls,
         }
-        return {name: value for name, value in fields.items() if value}
+        texts = {name: text for name, text in fields.items() if text}
+        deltas: list[dict[str, Any]] = [texts] if texts else []
+        for call in said.calls:
+            self._num_calls += call.name is not None
+            if self._num_calls > 1 and not self._ask.may_call_again:
+                break
+            news = _call_news(call, self._num_calls - 1)
+            deltas += [{"tool_calls": [each]} for each in news]
+        return deltas
 
     def finish_reason(self, part: CompletionOutput) -> str | None:
         """The `finish_reason` of a chat."""
@@ -172,15 +171,12 @@ class Answer:
         said = []
         if not choice.has_begun:
             choice.has_begun = True
-            piece = {
-                "index": choice.index,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
+            piece = self._chat_piece(choice, {"role": "assistant", "content": ""})
             ids = {"prompt_token_ids": output.prompt_token_ids} if self._ask.has_ids else {}
             said.append(self._event(piece, **ids))
-        piece = self._chat_piece(choice, part)
+        *deltas, last = choice.read(part) or [{}]
+        said += [self._event(self._chat_piece(choice, delta)) for delta in deltas]
+        piece = self._chat_piece(choice, last, part)
         has_news = piece["delta"] or piece["logprobs"] or piece["finish_reason"]
         if has_news or self._ask.has_ids:
             said.append(self._event(piece))
@@ -195,25 +191,28 @@ class Answer:
 
     # -- choices ----------------------------------------------------------------------------------
 
-    def _chat_piece(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
-        """What is new of a choice of a chat."""
+    def _chat_piece(
+        self, choice: Choice, delta: dict[str, Any], part: CompletionOutput | None = None
+    ) -> dict[str, Any]:
+        """A delta of a chat's choice; with what else is new by a part, if it is the last of it."""
+        if part is None:
+            ended: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+        else:
+            ended = self._chat_end(choice, part)
+        return {"index": choice.index, "delta": delta, **ended}
+
+    def _chat_choice(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
+        """A whole choice of a chat."""
+        message = _chat_message(choice.read(part))
+        return {"index": choice.index, "message": message, **self._chat_end(choice, part)}
+
+    def _chat_end(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
+        """What a chat's choice has beside its text, which is read before."""
         return {
-            "index": choice.index,
-            "delta": choice.read(part),
             "logprobs": self._chat_logprobs(part),
             "finish_reason": choice.finish_reason(part),
             **({"token_ids": part.token_ids} if self._ask.has_ids else {}),
         }
-
-    def _chat_choice(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
-        """A whole choice of a chat."""
-        piece = self._chat_piece(choice, part)
-        message = {"role": "assistant", "content": "", "refusal": None, **piece.pop("delta")}
-        if calls := message.get("tool_calls"):
-            message["content"] = message["content"] or None
-            for call in calls:
-                del call["index"]  # which is for streams
-        return {"index": choice.index, "message": message, **piece}
 
     def _chat_logprobs(self, part: CompletionOutput) -> dict[str, Any] | None:
         if part.logprobs is None:
@@ -287,6 +286,32 @@ class Answer:
             0 if self._ask.drops_tokens else self._num_tokens,
             sum(output.num_cached_tokens for output in prompts),
         )
+
+
+def _call_news(call: Call, index: int) -> Iterator[dict[str, Any]]:
+    """What is new of a call as OpenAI's streams have it: its beginning, then its arguments."""
+    if call.name is not None:
+        function = {"name": call.name, "arguments": ""}
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        yield {"index": index, "id": call_id, "type": "function", "function": function}
+    if call.arguments:
+        yield {"index": index, "function": {"arguments": call.arguments}}
+
+
+def _chat_message(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The message that deltas make."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        for news in delta.get("tool_calls", ()):
+            if "id" in news:
+                calls.append({name: value for name, value in news.items() if name != "index"})
+            else:
+                calls[-1]["function"]["arguments"] += news["function"]["arguments"]
+        message |= delta
+    if calls:
+        message |= {"content": message["content"] or None, "tool_calls": calls}
+    return message
 
 
 def _shown(token: Logprob) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.openai.bodies import CHAT, COMPLETIONS, Fields, read_chat, read_sampling
-from nanovllm.openai.calls import (
+from nanovllm.openai.calls import THINK_END
+from nanovllm.openai.tools import (
     OPEN_THOUGHT,
-    THINK_END,
     called_tools,
     calls_form,
     check_tools,
+    cut_calls_as_text,
     reasoning_rule,
     with_reasoning,
 )
@@ -209,6 +210,8 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
     if effort is not None and isinstance(variables, dict):  # anything else is refused
         options["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
     may_call = bool(tools) and choice != "none"
+    if isinstance(messages, list):  # anything else is refused
+        messages = [cut_calls_as_text(message) for message in messages]
     prompt = await llm.render(messages, tools=tools if may_call else None, **options)
 
     thinks = ""

@@ -44,7 +44,7 @@ UNSUPPORTED: Foreign = {
     "prediction": (only(None), "leave it out"),
     "priority": (only(None, 0), "requests are computed as they come"),
     "reasoning_effort": (only(None), "pass chat_template_kwargs"),
-    "request_id": (only(None), "send the header X-Request-Id"),
+    "request_id": (only(None), "pass custom_id"),
     "stream": (only(None, False), "results come whole"),
     "suffix": (only(None, ""), "put it into the prompt"),
     "thinking_token_budget": (only(None), "pass max_tokens"),

@@ -1,4 +1,4 @@
-"""Reasoning and calls of tools in the text of an answer, and the form that makes a model call one.
+"""Reasoning and calls of tools in the text of an answer.
 
 The form is that of Hermes, Qwen2.5 and Qwen3 (https://github.com/NousResearch/Hermes-Function-Calling):
 
@@ -11,33 +11,35 @@ The form is that of Hermes, Qwen2.5 and Qwen3 (https://github.com/NousResearch/H
     {"name": "f", "arguments": {"x": 1}}
     </tool_call>
 
-What a text is does not depend on the pieces in which it comes. A call is one when it is whole and
-its arguments are an object: so nobody is told half a call. Anything else stays in the content.
+What a text says does not depend on the pieces in which it comes. A call is told from the beginning
+of its arguments on, as they are written. They are the text of the model, up to the brace that
+closes them: they break off where `max_tokens` cuts them, and may be no JSON where no form holds the
+model to it. So clients must validate them, as with OpenAI
+(https://platform.openai.com/docs/api-reference/chat/object). A call that is malformed before its
+arguments stays in the content.
 """
 
 import json
-from collections.abc import Generator, Iterator, Sequence
+import re
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
-
-from nanovllm.sampling.structured_output import json_rule
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-OPEN_THOUGHT = r"thought /\n*/"
-THOUGHT = r"thought[lazy]: /(?s:.*)<\/think>/"  # up to the first tag
-# As the templates of Qwen3 show calls to the model: one line of JSON with a space after , and :.
-ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACE = " \t\n\r"  # of JSON
+# What stands before the arguments of a call as models write it; a space here is any space of JSON.
+HEAD = re.compile(r' \{ "name" : "([^"\\]+)" , "arguments" : (?=\{)'.replace(" ", f"[{SPACE}]*"))
 
 
 class Call(NamedTuple):
-    """A call of a tool.
+    """What is new of a call of a tool.
 
     Attributes:
-        name: name of the tool.
-        arguments: JSON of an object.
+        name: name of the tool, which begins a call; None: the last one goes on.
+        arguments: text of its arguments, or more of it.
     """
 
-    name: str
+    name: str | None
     arguments: str
 
 
@@ -47,6 +49,29 @@ class Said(NamedTuple):
     content: str
     reasoning: str
     calls: list[Call]
+
+
+class ObjectText:
+    """The text of an object of JSON, which comes in pieces and has an end."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    def end_in(self, text: str) -> int | None:
+        """Where the object ends in more of its text; None: not there."""
+        for at, char in enumerate(text):
+            if self._in_string:
+                self._in_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._in_string = True
+            elif char == "<":  # it begins a tag, as no JSON has it there: a brace is missing
+                return at
+            elif char in "{}":
+                self._depth += 1 if char == "{" else -1
+                if not self._depth:
+                    return at + 1
+        return None
 
 
 class Splitter:
@@ -120,7 +145,7 @@ class Splitter:
     def _read_call(self, newlines: str) -> Generator[None, None, bool]:
         """Read what follows the tag of a call. Returns whether it was one."""
         searched = 0
-        while True:
+        while (head := HEAD.match(self._text)) is None:
             at = self._text.find(CALL_END, searched)
             if at < 0 and not self._is_end:
                 yield
@@ -141,10 +166,36 @@ class Splitter:
             self._calls.append(call)
             self._text = self._text[len(said) :].removeprefix(CALL_END)
             return True
+        self._calls.append(Call(head[1], ""))
+        self._text = self._text[head.end() :]
+        yield from self._read_arguments()
+        yield from self._read_call_end()
+        return True
+
+    def _read_arguments(self) -> Generator[None, None, None]:
+        """Read the arguments of a call, and tell them as they come."""
+        arguments, end = ObjectText(), None
+        while end is None:
+            end = arguments.end_in(self._text)
+            told = self._text[:end]
+            self._text = self._text[len(told) :]
+            if told:
+                self._calls.append(Call(None, told))
+            if end is None:
+                yield
+
+    def _read_call_end(self) -> Generator[None, None, None]:
+        """Read what closes a call: a brace, or too many of them, and the tag, if it is there."""
+        while True:
+            self._text = self._text.lstrip(SPACE + "}")
+            if self._is_end or not CALL_END.startswith(self._text):
+                break
+            yield
+        self._text = self._text.removeprefix(CALL_END)
 
 
 def _call_of(value: Any) -> Call | None:
-    """The call that an object of JSON is; None if it is none.
+    """The whole call that a JSON value is, whatever the order of its members; None if it is none.
 
     Raises:
         ValueError: if it holds what no JSON can say: infinities, or halves of characters.
@@ -158,87 +209,3 @@ def _call_of(value: Any) -> Call | None:
     said = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     f"{name}{said}".encode()
     return Call(name, said)
-
-
-def check_tools(tools: Any) -> None:
-    """Raise unless these are OpenAI's tools."""
-    if not isinstance(tools, list):
-        raise TypeError(f"`tools` must be a list of tools, got {tools!r}")
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type", "function") != "function":
-            raise ValueError(
-                f'`tools[{i}]` must be {{"type": "function", "function": ...}}, got {tool!r}'
-            )
-        name = function.get("name")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"`tools[{i}].function.name` must be a name, got {name!r}")
-        parameters = function.get("parameters")
-        if not isinstance(parameters, (dict, type(None))):
-            raise TypeError(
-                f"`tools[{i}].function.parameters` must be a JSON Schema, got {parameters!r}"
-            )
-
-
-def called_tools(tools: Sequence[Any], choice: Any) -> list[Any]:
-    """The tools of which one must be called: all, a named one, or none."""
-    if choice in (None, "none", "auto"):
-        return []
-    if choice == "required":
-        if not tools:
-            raise ValueError("`tools` must be given with `tool_choice` required, got none")
-        return list(tools)
-    named = choice.get("function") if isinstance(choice, dict) else None
-    name = named.get("name") if isinstance(named, dict) else None
-    if name is None:
-        raise ValueError(
-            "`tool_choice` must be none, auto, required or "
-            f'{{"type": "function", "function": {{"name": ...}}}}, got {choice!r}'
-        )
-    found = [tool for tool in tools if tool["function"]["name"] == name]
-    if not found:
-        raise ValueError(f"`tool_choice` must name one of the tools, got {name!r}")
-    return found[:1]
-
-
-def calls_form(tools: Sequence[Any], *, several: bool, thinks: str) -> str:
-    """The form of an answer that calls these tools, in llguidance's dialect of Lark.
-
-    Args:
-        tools: tools of a request, checked.
-        several: whether there may be several calls.
-        thinks: rule for what stands before the calls, as in `with_reasoning`.
-    """
-    kinds = []
-    for tool in tools:
-        function = tool["function"]
-        parameters = function.get("parameters") or {"type": "object"}
-        members = {"name": {"const": function["name"]}, "arguments": parameters}
-        kinds.append(
-            {
-                "type": "object",
-                "properties": members,
-                "required": [*members],
-                "additionalProperties": False,
-            }
-        )
-    schema = json.dumps({"anyOf": kinds, "x-guidance": ONE_LINE})
-    calls = r'call ("\n" call)*' if several else "call"
-    call = rf'call: "{CALL}\n" %json {schema} "\n{CALL_END}"'
-    return f"start: {thinks} {calls}\n{call}\n{THOUGHT if thinks else ''}"
-
-
-def with_reasoning(schema: str, thinks: str) -> str:
-    """The form of JSON, by the text of its schema, after reasoning."""
-    return f"start: {thinks} body\nbody: {json_rule(schema)}\n{THOUGHT}"
-
-
-def reasoning_rule(prompt: str) -> str:
-    """What stands in Lark for the reasoning before an answer in a form: what closes the reasoning
-    that the prompt has opened, or reasoning that may be left out; "" after a prompt that has closed
-    it.
-    """
-    if prompt.rstrip().endswith(THINK_END):
-        return ""
-    is_open = prompt.rstrip().endswith(THINK)
-    return OPEN_THOUGHT if is_open else f'("{THINK}" {OPEN_THOUGHT})?'

@@ -17,6 +17,7 @@ from nanovllm.openai.bodies import Fields
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.news import News
 from nanovllm.serve.errors import INTERNAL, RefusedError, last_events, mistakes, raise_error
+from nanovllm.serve.guard import REQUEST_ID
 from nanovllm.serve.served import Place, Served
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,12 @@ class Texts:
         with served.waiting.admit() as place:
             fields = await served.read(request)
             with mistakes(fields.names):
+                answer_id = _take_id(fields) or request_id
                 ask = await read_ask(
                     served.llm, fields, is_chat=self._is_chat, interval=served.interval
                 )
             place.hold(len(ask.prompts) * ask.params.n)
-            answer = Answer(ask, served.names[0], request_id, served.llm.tokenizer)
+            answer = Answer(ask, served.names[0], answer_id, served.llm.tokenizer)
             async with aclosing(self._news(ask, fields, place)) as news:
                 if ask.streams:
                     await self._stream(news, answer, request_id, send)
@@ -116,6 +118,17 @@ class Texts:
         except (asyncio.CancelledError, GeneratorExit):
             self._served.metrics.count_abort()
             raise
+
+
+def _take_id(fields: Fields) -> str | None:
+    """The client's own id of an answer; None without one."""
+    own_id = fields.take("request_id")
+    if own_id is not None and not (isinstance(own_id, str) and REQUEST_ID.fullmatch(own_id)):
+        raise ValueError(
+            "`request_id` must be 1 to 128 ASCII letters, digits, underscores, dots or dashes, "
+            f"got {own_id!r}"
+        )
+    return own_id
 
 
 async def _joined(

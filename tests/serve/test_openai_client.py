@@ -98,8 +98,9 @@ def joined(events):
         own["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
         for call in choice.delta.tool_calls or ():
             if call.id is not None:
-                assert call.index == len(own["calls"])
+                assert (call.index, call.function.arguments) == (len(own["calls"]), "")
                 own["calls"].append([call.function.name, ""])
+            assert call.index == len(own["calls"]) - 1
             own["calls"][call.index][1] += call.function.arguments
         assert own["end"] is None, "it had ended"
         own["end"] = choice.finish_reason
@@ -333,6 +334,18 @@ def test_calls_in_a_text(choice, said, calls, content, create):
         body |= {"stream": True, "parallel_tool_calls": False, "max_tokens": 150}
         [own] = joined(create("chat.completions.create", **body)).values()
         assert (len(own["calls"]), own["end"]) == (1, "tool_calls")
+
+
+def test_a_call_that_max_tokens_cuts(create):
+    """It is told as far as it came, and may stand in the messages that follow."""
+    pytest.importorskip("llguidance")
+    body = {"messages": ASK, "temperature": 0, "tools": [WEATHER]}
+    body["extra_body"] = {"structured_outputs": {"choice": [CALL]}}
+    [found] = both(create, **body, max_tokens=CALL.index('me"}')).choices
+    assert told(found)["calls"] == [["sky", '{"at": "Ro']]
+    assert (found.message.content, found.finish_reason) == (None, "length")
+    again = [*ASK, found.message.model_dump(exclude_unset=True), *ASK]
+    assert create("chat.completions.create", messages=again, max_tokens=3).choices
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sky"}}])

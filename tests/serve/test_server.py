@@ -47,6 +47,10 @@ PROMPT_LOGPROBS = {"prompt_logprobs": 20, "max_tokens": 1}
 ECHO = {"echo": True, "logprobs": 20, "n": 8, "temperature": 1, "max_tokens": 1}
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 IGNORED = {"verbosity": "medium", "prompt_cache_retention": "24h", "service_tier": "auto"}
+CUT = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": "'}}],
+}
 GETS = ["/v1/models", "/v1/models/tiny", "/version", "/metrics"]
 
 
@@ -392,11 +396,13 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         (CHAT, {"messages": ASK, "allowed_token_ids": [1] * 262_145}, 400, "at most 262144 token"),
         (CHAT, {"messages": ASK, "n": 128, "temperature": 1, **LOGPROBS}, 400, "got 1,376,256"),
         (CHAT, {"messages": ASK, "stop_token_ids": [9999]}, 400, "`stop_token_ids` must"),
+        (CHAT, {"messages": [*ASK, CUT, *ASK], "max_tokens": 1}, 200, ""),
         (CHAT, {"messages": ASK, "verbosity": "high"}, 400, "`verbosity` 'high' is not"),
         (CHAT, {"messages": ASK, "max_tokens": 1, **IGNORED}, 200, ""),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "lone surrogates"),
         ("/v1/completions", {"prompt": "a", "\ud800x": 1}, 400, "`?x` is not supported"),
-        ("/v1/completions", {"prompt": "a", "request_id": "\ud800"}, 400, "X-Request-Id"),
+        ("/v1/completions", {"prompt": "a", "request_id": "\ud800"}, 400, "`request_id` must be"),
+        ("/v1/completions", {"prompt": "a", "request_id": 3}, 400, "`request_id` must be"),
         ("/v1/completions", {"prompt": "a", "n": "x" * 9999}, 400, "`n` must be an integer"),
         ("/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "without `stream`"),
         ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "`logprobs` must be"),
@@ -626,10 +632,12 @@ def test_fields_of_vllm_are_read(place):
     ]
     labels = ask(logprob_token_ids=[ord("4"), ord("5")], max_tokens=1)["logprobs"]
     assert {*labels["top_logprobs"][0]} == {"4", "5"}
-    own = place.post(
-        "/v1/completions", {"prompt": "a", "max_tokens": 1}, **{"X-Request-Id": "mine"}
-    )
-    assert own.json()["id"] == "cmpl-mine"
+    header = {"X-Request-Id": "mine"}
+    for path, prefix in ((CHAT, "chatcmpl"), ("/v1/completions", "cmpl")):
+        for body, wanted in (({}, "mine"), ({"request_id": "ours"}, "ours")):
+            own = place.post(path, {**GOOD[path], **body}, **header)
+            assert own.json()["id"] == f"{prefix}-{wanted}"
+            assert own.headers["x-request-id"] == "mine"
     pieces = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "stream": True}
     said = place.post("/v1/completions", {**pieces, "stream_interval": 10}).text
     assert 2 <= said.count("data: {") <= 5, "at 1, 11, 21 and 30 tokens"

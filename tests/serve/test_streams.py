@@ -12,7 +12,7 @@ from http_server import ASK, serving
 from nanovllm import TINY, StructuredOutputsParams
 from nanovllm.async_llm import _Jobs
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.openai.calls import calls_form, reasoning_rule, with_reasoning
+from nanovllm.openai.tools import calls_form, reasoning_rule, with_reasoning
 from nanovllm.sampling.structured_output import GrammarCompiler
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -103,18 +103,19 @@ def test_a_completion_with_usage_and_text_that_is_no_ascii(place):
 
 
 def test_reasoning_and_a_call(place):
-    """Tags and newlines beside them are nobody's text; a call comes when it is whole."""
+    """Tags, newlines beside them, and the braces around a call are nobody's text."""
     pytest.importorskip("llguidance")
     text = f"<think>\nab\n</think>\n\nc\n{CALL}"
     form = {"structured_outputs": {"choice": [text]}, "max_tokens": 200}
     tools = [{"type": "function", "function": {"name": "f"}}]
     found = stream(place, "/v1/chat/completions", {"messages": ASK, "tools": tools, **form})
-    call = (
-        '{"index":0,"id":"call_0","type":"function",'
-        '"function":{"name":"f","arguments":"{\\"x\\": 1}"}}'
-    )
+    calls = ['{"index":0,"id":"call_0","type":"function","function":{"name":"f","arguments":""}}']
+    calls += [
+        f'{{"index":0,"function":{{"arguments":"{part}"}}}}'
+        for part in ("{", '\\"', "x", '\\"', ":", " ", "1", "}")
+    ]
     pieces = [f'{{"reasoning":"{x}","reasoning_content":"{x}"}}' for x in "ab"]
-    pieces += ['{"content":"c"}', f'{{"tool_calls":[{call}]}}']
+    pieces += ['{"content":"c"}', *(f'{{"tool_calls":[{call}]}}' for call in calls)]
     end = '{},"logprobs":null,"finish_reason":"tool_calls"'
     assert found == expected("chat.completion.chunk", "chatcmpl", *chat(*pieces, end=end))
 
