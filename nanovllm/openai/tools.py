@@ -57,8 +57,9 @@ def called_tools(tools: Sequence[Any], choice: Any) -> list[Any]:
 
 
 def cut_calls_as_text(message: Any) -> Any:
-    """A message of a client in which calls whose arguments are no JSON, as cut ones are, are text as
-    the model wrote it: chat templates cannot show them otherwise. Any other value stays as it is.
+    """A message of a client in which a call whose arguments are no JSON, as those of a cut one, is
+    text as the model wrote it: chat templates cannot show it otherwise. Any other value stays as it
+    is.
     """
     if not isinstance(message, dict):
         return message
