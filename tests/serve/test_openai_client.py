@@ -32,6 +32,7 @@ WEATHER = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 CALL = '<tool_call>\n{"name": "sky", "arguments": {"at": "Rome"}}\n</tool_call>'
+TURNED = '<tool_call>{"arguments": {"at": "Rome"}, "name": "sky"}</tool_call>'
 
 
 @pytest.fixture(scope="module")
@@ -313,6 +314,7 @@ def test_forms(create):
     [
         ("auto", f"Let me see.\n{CALL}", ["sky"], "Let me see."),
         ("auto", f"{CALL}\n{CALL}", ["sky", "sky"], ""),
+        ("auto", TURNED, ["sky"], ""),
         ("auto", "<tool_call>\nno\n</tool_call>", [], "<tool_call>\nno\n</tool_call>"),
         ("none", CALL, [], CALL),
         (None, "words", [], "words"),
