@@ -17,6 +17,7 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = "data: [DONE]\n\n"
+GOES_ON: Mapping[str, Any] = {"logprobs": None, "finish_reason": None}  # a choice
 
 
 class Choice:
@@ -76,17 +77,17 @@ class Answer:
     Args:
         ask: request.
         model: name of the model.
-        request_id: id of the request.
+        answer_id: its id, without the prefix of its kind.
         tokenizer: tokenizer of the model, which may be None.
     """
 
-    def __init__(self, ask: Ask, model: str, request_id: str, tokenizer: Any) -> None:
+    def __init__(self, ask: Ask, model: str, answer_id: str, tokenizer: Any) -> None:
         self._ask, self._tokenizer = ask, tokenizer
         kind, prefix = "text_completion", "cmpl"
         if ask.is_chat:
             kind, prefix = "chat.completion.chunk" if ask.streams else "chat.completion", "chatcmpl"
         self._head = {
-            "id": f"{prefix}-{request_id}",
+            "id": f"{prefix}-{answer_id}",
             "object": kind,
             "created": int(time.time()),
             "model": model,
@@ -195,11 +196,8 @@ class Answer:
         self, choice: Choice, delta: dict[str, Any], part: CompletionOutput | None = None
     ) -> dict[str, Any]:
         """A delta of a chat's choice; with what else is new by a part, if it is the last of it."""
-        if part is None:
-            ended: dict[str, Any] = {"logprobs": None, "finish_reason": None}
-        else:
-            ended = self._chat_end(choice, part)
-        return {"index": choice.index, "delta": delta, **ended}
+        end = GOES_ON if part is None else self._chat_end(choice, part)
+        return {"index": choice.index, "delta": delta, **end}
 
     def _chat_choice(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
         """A whole choice of a chat."""
