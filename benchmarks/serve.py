@@ -3,15 +3,20 @@
     python benchmarks/serve.py --dummy qwen3-8b [--clients 1 256] [--repeat 3]
 
 Each client asks for one completion of a prompt of --prompt-tokens random tokens, all at once, and
-reads it piece by piece; the clients are a process of their own. `generate` completes the same
-prompts in the same engine, in turns, after one run of each without a clock. Further:
+reads it piece by piece; the clients are a process of their own. Measured are
 
-    first token    seconds to the first piece of single clients, one after the other
-    idle           the most clients, with --idle further connections open that ask nothing
+    first-token    seconds to the first piece of single clients, one after the other
+    clients-N      tokens per second of N clients, beside those of `generate` for the same prompts
+                   in the same engine
+    idle           the same of the most clients, with --idle further connections open that ask
+                   nothing, beside those of the clients alone
 
-Prints tokens per second, median and range, and the share of what `generate` has: the median over
-the turns. The last line is JSON, which --save FILE appends to FILE. Models without weights get a
-tokenizer whose tokens are short words, so that texts are made as those of real ones are.
+in turns, after one of each that is not counted. With an 8B model on a GPU it takes three minutes,
+the engine's start included.
+
+Prints the median and range of each, and shares as the median over the turns. The last line is
+JSON, which --save FILE appends to FILE. Models without weights get a tokenizer whose tokens are
+short words, so that texts are made as those of real ones are.
 """
 
 import argparse
@@ -23,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -138,34 +144,48 @@ class Bench:
         found = self.serve(count, idle=idle, max_tokens=self._args.max_tokens)
         return sum(found["tokens"]) / found["seconds"]
 
-    def turns(self, count: int, idle: int = 0) -> dict[str, Any]:
-        """Rates of clients and of `generate`, in turns."""
-        self.generate(count)
-        self.rate(count, idle)
-        pairs = [(self.rate(count, idle), self.generate(count)) for _ in range(self._args.repeat)]
-        served = sorted(rate for rate, _ in pairs)
-        share = statistics.median(rate / own for rate, own in pairs)
-        median, own = statistics.median(served), statistics.median(own for _, own in pairs)
-        name = f"{count} clients" + (f", {idle} idle" if idle else "")
-        print(
-            f"{name:24s} {median:9.0f} tok/s ({served[0]:.0f}–{served[-1]:.0f}), "
-            f"{share:.3f} of generate ({own:.0f})",
-            flush=True,
-        )
-        return {
-            "median": round(median, 1),
-            "runs": [round(rate, 1) for rate in served],
-            "unit": "tok/s",
-            "generate": round(own, 1),
-            "share": round(share, 4),
-        }
+    def turns(self, count: int, idle: int = 0) -> dict[str, dict[str, Any]]:
+        """Rates of clients, of clients beside idle connections, and of `generate`, in turns."""
+        clients, rates = f"clients-{count}", defaultdict(list)
+        for turn in range(1 + self._args.repeat):
+            found = {clients: self.rate(count), "generate": self.generate(count)}
+            if idle:
+                found["idle"] = self.rate(count, idle)
+            for name, rate in found.items() if turn else ():  # the first is not counted
+                rates[name].append(rate)
+        share = compared(f"{count} clients", rates[clients], rates["generate"], "generate")
+        results = {clients: share}
+        if idle:
+            others = "clients alone"
+            results["idle"] = compared(f"{idle} idle beside", rates["idle"], rates[clients], others)
+        return results
 
     def first_token(self) -> dict[str, Any]:
         """Seconds to the first piece of a single client."""
+        self.serve(1, max_tokens=1, together=False)  # compiles what a lone prompt needs
         times = self.serve(NUM_FIRST, max_tokens=1, together=False)["first"]
         median = statistics.median(times)
-        print(f"{'first token':24s} {median * 1000:9.2f} ms", flush=True)
+        span = f"{min(times) * 1000:.2f}–{max(times) * 1000:.2f}"
+        print(f"{'first token':16s} {median * 1000:9.2f} ms ({span})", flush=True)
         return {"median": median, "runs": sorted(times), "unit": "s"}
+
+
+def compared(name: str, rates: list[float], others: list[float], of: str) -> dict[str, Any]:
+    """Rates as a result, with their share of the others': the median over the turns."""
+    share = statistics.median(a / b for a, b in zip(rates, others, strict=True))
+    median, other = statistics.median(rates), statistics.median(others)
+    print(
+        f"{name:16s} {median:9.0f} tok/s ({min(rates):.0f}–{max(rates):.0f}), "
+        f"{share:.3f} of {of} ({other:.0f})",
+        flush=True,
+    )
+    return {
+        "median": round(median, 1),
+        "runs": [round(rate, 1) for rate in sorted(rates)],
+        "unit": "tok/s",
+        "other": round(other, 1),
+        "share": round(share, 4),
+    }
 
 
 def main() -> None:
@@ -195,10 +215,10 @@ def main() -> None:
         llm = AsyncLLM(directory, **options)
     try:
         run = Bench(llm, args)
-        results = {f"clients-{count}": run.turns(count) for count in args.clients}
-        results["first-token"] = run.first_token()
-        if args.idle:
-            results["idle"] = run.turns(max(args.clients), args.idle)
+        results = {"first-token": run.first_token()}
+        for count in args.clients:
+            is_most = count == max(args.clients)
+            results |= run.turns(count, args.idle if is_most else 0)
         conditions = run.conditions()
     finally:
         llm.exit()

@@ -33,6 +33,7 @@ from nanovllm.outputs import (
     ScoreOutput,
 )
 from nanovllm.requests.chat import ChatRenderer, Conversation, Tool
+from nanovllm.requests.inputs import most_characters
 from nanovllm.requests.news import AllNews, News
 from nanovllm.sampling.structured_output import Grammar
 from nanovllm.sampling_params import SamplingParams
@@ -64,6 +65,7 @@ class AsyncLLM:
     Attributes:
         tokenizer: the tokenizer, see `LLM.get_tokenizer`.
         max_model_len: the most tokens of prompt and output together.
+        max_chars: the most characters that so many tokens can spell; None without a tokenizer.
 
     Raises:
         TypeError, ValueError: as `LLM`.
@@ -75,6 +77,9 @@ class AsyncLLM:
         llm._begins_again = True
         self._show = llm.__repr__  # of what is merged now, say
         self.tokenizer, self.max_model_len = llm.get_tokenizer(), llm.max_model_len
+        self.max_chars: int | None = None
+        if self.tokenizer is not None:
+            self.max_chars = most_characters(self.tokenizer, self.max_model_len)
         self._image_prompts, self._intake = llm.image_prompts, llm._intake
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -193,6 +198,7 @@ class AsyncLLM:
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            max_chars=self.max_chars,
         )
         return await asyncio.to_thread(renderer.render, messages, "messages")
 

@@ -275,6 +275,10 @@ class RequestMetrics(Record):
         return self.decode_seconds / self.num_decode_tokens if self.num_decode_tokens else None
 
 
+class Mistake(str):
+    """An error that is about what the caller passed: another request may do better."""
+
+
 @record
 class RequestOutput(Row):
     """A finished request. Reads like vLLM's (`o.outputs[0].text`) and nano-vLLM's (`o["text"]`).
@@ -295,7 +299,7 @@ class RequestOutput(Row):
         embedding: hidden states of the prompt as one vector, for `LLM.embed`.
         metrics: times of the request, once it has ended with a result; else None.
         error: reason why the prompt was refused, with `on_error="return"`, or why a completion
-            ended with "error"; else None.
+            ended with "error"; else None. A `Mistake` if it is about the prompt.
         weight_version: version of the weights that computed its last token, see
             `LLM.update_weights`.
     """

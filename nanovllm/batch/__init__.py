@@ -12,8 +12,8 @@ the results from one run of a job to the next. Importing it imports no torch.
 The same script, run again, continues where it was killed. `nanovllm generate` is the same on a
 command line.
 
-Doors: `reading`, `rows`, `params`, `job`, `results` and `sink`, which are exported here; `ahead`
-and `identity` for the command line; `openai_api` for `serve`.
+Doors: `reading`, `rows`, `job`, `results` and `sink`, which are exported here; `ahead`
+and `identity` for the command line.
 """
 
 from nanovllm.batch.generate import Generate, RayGenerate

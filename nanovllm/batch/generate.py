@@ -23,12 +23,13 @@ from typing_extensions import Self, Unpack
 
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.job import run
-from nanovllm.batch.params import from_json, wants_outputs
+from nanovllm.batch.params import wants_outputs
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import Row, make_row
 from nanovllm.batch.tables import Batch, columns_of, read_column, read_images, with_columns
 from nanovllm.config import Options
 from nanovllm.requests.chat import ChatRenderer
+from nanovllm.requests.json_params import from_json
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.as_json import as_json
 

@@ -21,11 +21,12 @@ from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.openai_batch import read_request
 from nanovllm.batch.params import parameter_like
 from nanovllm.batch.results import Result
-from nanovllm.batch.rows import PARAMETERS, Ask, Row, as_rows, read_ask
+from nanovllm.batch.rows import Ask, Row, as_rows, read_ask
 from nanovllm.images.picture import NoPillowError
 from nanovllm.images.prompts import ImagePrompts, NoImages
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.chat import ChatRenderer
+from nanovllm.requests.json_params import PARAMETERS
 from nanovllm.requests.renderings import fetching_threads
 from nanovllm.sampling_params import SamplingParams
 

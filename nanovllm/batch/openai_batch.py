@@ -7,8 +7,8 @@ and request-output): `{"id", "custom_id", "response": {"status_code", "request_i
 error object in the body, as its service answers; `error` repeats code and message, so that readers
 of either find them.
 
-Bodies and answers are those of `openai_api`. With `logprob_token_ids`, the `top_logprobs` of a chat
-are these tokens and the drawn one; with `return_sampling_mask`, a choice has `sampling_mask`.
+Bodies and choices are those of `nanovllm.openai`. With `logprob_token_ids`, the `top_logprobs` of a
+chat are these tokens and the drawn one; with `return_sampling_mask`, a choice has `sampling_mask`.
 `model` is only copied to the result. If a body has no `max_tokens`, the job's default holds, not
 the model's limit. Calls of `tools` stay in the text, as the model writes them; those of earlier
 messages are read as `LLM.chat` reads them.
@@ -19,16 +19,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from nanovllm.batch.openai_api import (
-    CHAT,
-    COMPLETIONS,
-    chat_choice,
-    read_body,
-    text_choice,
-    usage,
-)
 from nanovllm.batch.rows import Ask, Row
+from nanovllm.openai.bodies import CHAT, COMPLETIONS, Fields, read_chat, read_sampling
+from nanovllm.openai.choices import chat_choice, text_choice, usage
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.requests.json_params import whole
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -64,7 +59,25 @@ def read_request(
         raise ValueError(f"`url` must be {CHAT} or {COMPLETIONS}, got {url!r}")
     if not isinstance(body, Mapping):
         raise TypeError(f"`body` must be an object, got {body!r}")
-    return read_body(body, url, default, seed)
+    fields = Fields(body, "body.")
+    if url == COMPLETIONS:
+        prompt = _one_prompt(fields.take_given("prompt"))
+        return Ask(read_sampling(fields, url, default, seed), prompt)
+    messages, options = read_chat(fields)
+    if body.get("tool_choice") == "none":
+        options.pop("tools", None)
+    return Ask(read_sampling(fields, url, default, seed), messages=messages, chat=options)
+
+
+def _one_prompt(prompt: Any) -> Any:
+    if isinstance(prompt, list) and any(isinstance(item, (str, list)) for item in prompt):
+        if len(prompt) > 1:
+            raise ValueError(
+                f"`body.prompt` must be one prompt, got a list of {len(prompt)}: write a row for "
+                "each"
+            )
+        prompt = prompt[0]
+    return whole(prompt) if isinstance(prompt, list) else prompt
 
 
 def answer(

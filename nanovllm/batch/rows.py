@@ -23,20 +23,18 @@ content. Of rows with the same `custom_id` the first is computed; the others car
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
-from nanovllm.batch.params import from_json, whole, with_integers
 from nanovllm.images.prompts import images_of
-from nanovllm.sampling_params import FOREIGN_PARAMS, SamplingParams
+from nanovllm.requests.json_params import CHAT_FIELDS, read_params, whole
+from nanovllm.sampling_params import SamplingParams
 
-PARAMETERS = {field.name for field in fields(SamplingParams)} | set(FOREIGN_PARAMS)
 KEY_BYTES = 16
 CONTENT_BYTES = 8
 IMAGE_FIELDS = ("multi_modal_data", "mm_processor_kwargs")
-CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True)
@@ -231,27 +229,3 @@ def read_messages(messages: Any) -> Any:
         else message
         for message in messages
     ]
-
-
-def read_params(
-    values: Mapping[str, Any], default: SamplingParams, seed: int | None = None
-) -> SamplingParams:
-    """The sampling parameters of a row, over the default ones.
-
-    Args:
-        values: fields of the row.
-        default: parameters used where the row has none.
-        seed: seed for a row that is sampled at random and has none.
-
-    Raises:
-        TypeError, ValueError: naming the parameter that is wrong.
-    """
-    nested = values.get("sampling_params")
-    if nested is not None and not isinstance(nested, Mapping):
-        raise TypeError(f"`sampling_params` must be an object, got {nested!r}")
-    own = {name: value for name, value in values.items() if name in PARAMETERS}
-    given = {name: value for name, value in {**own, **(nested or {})}.items() if value is not None}
-    has_seed = default.seed is not None or given.get("seed", -1) != -1  # -1 means none, too
-    if seed is not None and not has_seed and given.get("temperature", default.temperature) != 0:
-        given["seed"] = seed
-    return replace(default, **from_json(with_integers(given))) if given else default

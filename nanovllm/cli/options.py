@@ -15,8 +15,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from nanovllm.batch.params import from_json
 from nanovllm.config import Config, Options
+from nanovllm.requests.json_params import from_json
 from nanovllm.sampling_params import SamplingParams
 
 PATH = "PATH"

@@ -6,8 +6,8 @@ listens on http://127.0.0.1:8000/v1. Without MODEL it serves the small one of th
 `pip install "nanovllm[serve]"`. Endpoints: /v1/chat/completions, /v1/completions, /v1/embeddings,
 /v1/models, /tokenize, /detokenize, /health, /version, /metrics.
 
-Ctrl-C or SIGTERM lets it drain: new requests are refused, open ones get their answers. A second one
-ends it at once.
+Ctrl-C or SIGTERM lets it drain: new requests are refused, open ones get their answers. A second
+signal ends it at once.
 """
 
 import argparse
@@ -34,18 +34,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)"
     )
-    parser.add_argument("--port", type=port, default=8000, metavar="N", help="8000; 0: a free one")
+    parser.add_argument(
+        "--port",
+        type=port,
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0: a free one (8000)",
+    )
     parser.add_argument(
         "--api-key",
         action="append",
         metavar="K",
-        help=f"key that requests must have; again for more ({KEY}, which other users cannot see)",
+        help="key that requests must have in a header `Authorization: Bearer K`; again for more "
+        f"(that of the variable {KEY}, which other users of the machine cannot see)",
     )
     parser.add_argument(
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="name of the model in requests; again for more (MODEL)",
+        help="name of the model in requests and answers; again for more (MODEL)",
     )
     parser.add_argument(
         "--max-waiting",
@@ -62,7 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that make a piece of a stream, after the first (1); more take less of a CPU",
     )
     parser.add_argument(
-        "--grace", type=number, default=20.0, metavar="SECONDS", help="for open requests (20)"
+        "--grace",
+        type=number,
+        default=20.0,
+        metavar="SECONDS",
+        help="time that open requests have at the end (20)",
     )
     add_engine_options(parser)
 
@@ -86,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         )
     names = args.served_model_name or [args.model or Path(TINY).name]
     with bind(args.host, args.port) as listener:
+        print(f"nanovllm serve: loading {args.model or TINY}", file=sys.stderr, flush=True)
         from nanovllm import AsyncLLM
 
         llm = AsyncLLM(args.model or TINY, **engine_options(args))

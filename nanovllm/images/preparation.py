@@ -17,6 +17,7 @@ from typing import NamedTuple
 from nanovllm.images.image import Image, PlacedImage
 from nanovllm.images.picture import PlacedPicture, SizedPicture
 from nanovllm.images.processor import ImageProcessor
+from nanovllm.outputs import Mistake
 from nanovllm.utils.cgroup import cpus
 
 MAX_BYTES = 4 * 2**30  # of images that are prepared or being prepared, and of pictures being read
@@ -29,7 +30,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         image: the image; None if there is an error.
-        error: the error, in a sentence.
+        error: the error, in a sentence; a `Mistake` if the picture has it.
         began_at, ended_at: seconds of time.perf_counter.
         thread: number of the thread, from 0.
     """
@@ -310,12 +311,13 @@ def _prepare(sized: SizedPicture, processor: ImageProcessor) -> Prepared:
     from nanovllm.images.resizing import resize
 
     began_at = time.perf_counter()
-    image, error = None, None
+    image: Image | None = None
+    error: str | None = None
     try:
         pixels = resize(sized.picture.read(), sized.height, sized.width, processor.resample)
         image = Image.of(pixels, processor.patch_size, sized.num_tokens)
     except ValueError as refused:
-        error = str(refused)
+        error = Mistake(refused)
     except Exception as failed:  # out of memory, say
         error = f"an image cannot be prepared ({type(failed).__name__}: {failed})"
     thread = int(threading.current_thread().name.rpartition("_")[2])

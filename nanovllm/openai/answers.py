@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole, and as the events of a stream.
+"""Answers of the server in OpenAI's form: whole, and as the events of a stream.
 
 What all events of a stream have in common is written once; of most, only the text is encoded.
 """
@@ -6,107 +6,69 @@ What all events of a stream have in common is written once; of most, only the te
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring as quote  # in C; text that is not ASCII stays as it is
-from typing import Any, NamedTuple
+from typing import Any
 
-from nanovllm.batch.openai_api import LEAST_LOGPROB, chat_logprobs, text_logprobs, usage
 from nanovllm.openai.asks import Ask
-from nanovllm.openai.calls import THINK_END, Splitter
+from nanovllm.openai.calls import Call, Splitter
+from nanovllm.openai.choices import LEAST_LOGPROB, chat_logprobs, text_logprobs, usage
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = "data: [DONE]\n\n"
-
-
-class Said(NamedTuple):
-    """What is new of a chat's choice: content, reasoning, and calls as deltas of a stream."""
-
-    content: str
-    reasoning: str
-    calls: list[dict[str, Any]]
-
-    def fields(self) -> dict[str, Any]:
-        """The fields that are not empty; reasoning under the names of vLLM and DeepSeek."""
-        named = {
-            "reasoning": self.reasoning,
-            "reasoning_content": self.reasoning,
-            "content": self.content,
-            "tool_calls": self.calls,
-        }
-        return {name: value for name, value in named.items() if value}
+GOES_ON: Mapping[str, Any] = {"logprobs": None, "finish_reason": None}  # a choice
 
 
 class Choice:
-    """The state of a completion that is told part by part.
+    """A choice that is told part by part.
 
     Args:
         ask: request.
-        think_end: token that ends reasoning; None: no single one does.
+        index: its index in the answer.
 
     Attributes:
+        index: its index.
         has_begun: whether a part was told.
-        num_tokens: tokens so far.
-        num_chars: characters of these tokens.
+        num_chars: characters of the tokens told so far that have log-probabilities.
     """
 
-    def __init__(self, ask: Ask, think_end: int | None) -> None:
-        self._ask, self._think_end = ask, think_end
-        self.splitter: Splitter | None = None
+    def __init__(self, ask: Ask, index: int) -> None:
+        self.index, self.has_begun, self.num_chars = index, False, 0
+        self._ask, self._num_calls = ask, 0
+        self._splitter: Splitter | None = None
         if ask.may_reason or ask.may_call:
-            self.splitter = Splitter(
+            self._splitter = Splitter(
                 may_reason=ask.may_reason, is_reasoning=ask.is_reasoning, may_call=ask.may_call
             )
-        self.has_begun = self._has_thought = False
-        self.num_tokens = self.num_chars = self._num_thought = self._num_calls = 0
 
-    def count(self, part: CompletionOutput) -> None:
-        """Count the tokens of a part, those of reasoning apart."""
-        token_ids = part.token_ids
-        self.num_tokens += len(token_ids)
-        if self._ask.may_reason and not self._has_thought:
-            end = self._think_end
-            self._has_thought = end is not None and end in token_ids
-            self._num_thought += len(token_ids)
-            if end is not None and self._has_thought:
-                self._num_thought += token_ids.index(end) - len(token_ids)
+    def read(self, part: CompletionOutput) -> list[dict[str, Any]]:
+        """The deltas that a part makes of a chat's message: one of texts, and one for each piece of
+        news of a call.
+        """
+        if self._splitter is None:
+            return [{"content": part.text}] if part.text else []
+        said = self._splitter.feed(part.text, is_end=part.finished())
+        reasoning = said.reasoning if self._ask.shows_reasoning else ""
+        fields = {
+            "reasoning": reasoning,  # vLLM's name, and DeepSeek's
+            "reasoning_content": reasoning,
+            "content": said.content,
+        }
+        texts = {name: text for name, text in fields.items() if text}
+        deltas: list[dict[str, Any]] = [texts] if texts else []
+        for call in said.calls:
+            self._num_calls += call.name is not None
+            if self._num_calls > 1 and not self._ask.may_call_again:
+                break
+            news = _call_news(call, self._num_calls - 1)
+            deltas += [{"tool_calls": [each]} for each in news]
+        return deltas
 
-    @property
-    def num_reasoning(self) -> int:
-        """Number of the tokens before the one that ends reasoning."""
-        is_reasoning = self.splitter is not None and self.splitter.is_reasoning
-        return self._num_thought if self._has_thought or is_reasoning else 0
-
-    def split(self, part: CompletionOutput) -> Said:
-        """What a part says."""
-        if self.splitter is None:
-            return Said(part.text, "", [])
-        said = {"content": "", "reasoning": ""}
-        calls: dict[int, dict[str, Any]] = {}
-        for kind, text in self.splitter.feed(part.text, is_end=part.finished()):
-            if kind in said:
-                said[kind] += text
-                continue
-            self._num_calls += kind == "call"
-            index, most = self._num_calls - 1, self._ask.most_calls
-            if most is not None and index >= most:
-                continue
-            if kind == "call":
-                own_id = f"call_{uuid.uuid4().hex[:24]}"
-                function = {"name": text, "arguments": ""}
-                calls[index] = {"index": index, "id": own_id, "type": "function"}
-                calls[index]["function"] = function
-            else:
-                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += text
-        reasoning = said["reasoning"] if self._ask.shows_reasoning else ""
-        return Said(said["content"], reasoning, [*calls.values()])
-
-    def reason(self, part: CompletionOutput) -> str | None:
-        """The `finish_reason`."""
-        return (
-            "tool_calls" if self._num_calls and part.finish_reason == "stop" else part.finish_reason
-        )
+    def finish_reason(self, part: CompletionOutput) -> str | None:
+        """The `finish_reason` of a chat."""
+        reason = part.finish_reason
+        return "tool_calls" if self._num_calls and reason == "stop" else reason
 
 
 class Answer:
@@ -115,140 +77,150 @@ class Answer:
     Args:
         ask: request.
         model: name of the model.
-        request_id: id of the request.
+        answer_id: its id, without the prefix of its kind.
         tokenizer: tokenizer of the model, which may be None.
     """
 
-    def __init__(self, ask: Ask, model: str, request_id: str, tokenizer: Any) -> None:
+    def __init__(self, ask: Ask, model: str, answer_id: str, tokenizer: Any) -> None:
         self._ask, self._tokenizer = ask, tokenizer
         kind, prefix = "text_completion", "cmpl"
         if ask.is_chat:
             kind, prefix = "chat.completion.chunk" if ask.streams else "chat.completion", "chatcmpl"
-        own_id, now = f"{prefix}-{request_id}", int(time.time())
-        self._head = {"id": own_id, "object": kind, "created": now, "model": model}
+        self._head = {
+            "id": f"{prefix}-{answer_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
         self._start = f"data: {dumps(self._head)[:-1]},"
-        self._think_end: int | None = None
-        if ask.may_reason:  # most often the tag is a token of its own
-            found = tokenizer.convert_tokens_to_ids(THINK_END)
-            self._think_end = None if found == tokenizer.unk_token_id else found
         self._choices: dict[int, Choice] = {}
         self._outputs: dict[int, RequestOutput] = {}  # the last of each prompt
+        self._num_tokens = 0  # generated
         params = ask.params
-        has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
-        splits = ask.may_reason or ask.may_call
-        self._is_plain = not (has_logprobs or splits or ask.has_ids or ask.echo or ask.drops_tokens)
-
-    def _take(self, number: int, output: RequestOutput) -> Iterator[tuple[int, Choice, Any]]:
-        """The index of each choice that has news, its state and the news."""
-        self._outputs[number] = output
-        for part in output.outputs:
-            index = number * self._ask.params.n + part.index
-            choice = self._choices.get(index)
-            if choice is None:
-                choice = self._choices[index] = Choice(self._ask, self._think_end)
-            choice.count(part)
-            yield index, choice, part
-
-    # -- as a stream ------------------------------------------------------------------------------
-
-    def events(self, number: int, output: RequestOutput) -> str:
-        """The events of what is new of a prompt."""
-        tell = self._chat_events if self._ask.is_chat else self._text_event
-        news = self._take(number, output)
-        return "".join([tell(index, choice, part, output) for index, choice, part in news])
-
-    def end(self) -> str:
-        """The last events."""
-        if not self._ask.has_usage:
-            return DONE
-        return f'{self._start}"choices":[],"usage":{dumps(self._usage())}}}\n\n{DONE}'
-
-    def _event(self, choice: str, more: str = "") -> str:
-        if self._ask.all_usage:
-            more += f',"usage":{dumps(self._usage())}'
-        return f'{self._start}"choices":[{choice}]{more}}}\n\n'
-
-    def _chat_events(
-        self, index: int, choice: Choice, part: CompletionOutput, output: RequestOutput
-    ) -> str:
-        begin = ""
-        if not choice.has_begun:
-            choice.has_begun = True
-            role = '{"role":"assistant","content":""}'
-            ids = (
-                f',"prompt_token_ids":{dumps(output.prompt_token_ids)}' if self._ask.has_ids else ""
-            )
-            begin = self._event(_chat_piece(index, role, None), ids)
-        if self._is_plain:
-            if not part.text and part.finish_reason is None:
-                return begin
-            delta = f'{{"content":{quote(part.text)}}}' if part.text else "{}"
-            return begin + self._event(_chat_piece(index, delta, part.finish_reason))
-        fields = choice.split(part).fields()
-        reason, logprobs = choice.reason(part), self._chat_logprobs(part)
-        if not (fields or reason or logprobs or self._ask.has_ids):
-            return begin
-        ids = f',"token_ids":{dumps(part.token_ids)}' if self._ask.has_ids else ""
-        piece = _chat_piece(index, dumps(fields), reason, dumps(logprobs), ids)
-        return begin + self._event(piece)
-
-    def _text_event(
-        self, index: int, choice: Choice, part: CompletionOutput, output: RequestOutput
-    ) -> str:
-        reason = part.finish_reason
-        if self._is_plain:
-            if not part.text and reason is None:
-                return ""
-            text, end = quote(part.text), "null" if reason is None else f'"{reason}"'
-            return self._event(
-                f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":{end}}}'
-            )
-        fields = self._text_choice(index, choice, part, output)
-        has_news = fields["text"] or fields["logprobs"] or reason or self._ask.has_ids
-        return self._event(dumps(fields)) if has_news else ""
-
-    # -- as a whole -------------------------------------------------------------------------------
+        self._is_plain = not (  # a part of a choice is its text
+            ask.may_reason
+            or ask.may_call
+            or ask.has_ids
+            or ask.all_usage
+            or ask.echo
+            or params.logprobs is not None
+            or params.logprob_token_ids is not None
+        )
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer made of the finished outputs of all prompts."""
-        choices, more = [], {}
+        choices = []
         for number, output in enumerate(outputs):
-            for index, choice, part in self._take(number, output):
+            for part in output.outputs:
+                choice = self._choice_of(number, output, part)
                 if self._ask.is_chat:
-                    choices.append(self._chat_choice(index, choice, part))
+                    choices.append(self._chat_choice(choice, part))
                 else:
-                    choices.append(self._text_choice(index, choice, part, output))
-        if self._ask.is_chat:
-            more = self._of_prompt(outputs[0])
+                    choices.append(self._text_choice(choice, part, output))
+        more = self._of_prompt(outputs[0]) if self._ask.is_chat else {}
         return {**self._head, "choices": choices, "usage": self._usage(), **more}
 
-    def _chat_choice(self, index: int, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
-        said = choice.split(part)
-        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
-        message |= said.fields()
-        if said.calls:
-            message["content"] = said.content or None
-            message["tool_calls"] = [
-                {name: value for name, value in call.items() if name != "index"}
-                for call in said.calls
-            ]
+    def events(self, number: int, output: RequestOutput) -> str:
+        """The events of what is new of a prompt."""
+        said = []
+        for part in output.outputs:
+            choice = self._choice_of(number, output, part)
+            if self._is_plain and choice.has_begun and part.finish_reason is None:
+                if part.text:
+                    said.append(self._plain_event(choice, part.text))
+            elif self._ask.is_chat:
+                said += self._chat_events(choice, part, output)
+            else:
+                said += self._text_events(choice, part, output)
+        return "".join(said)
+
+    def end(self) -> str:
+        """The last events of a stream."""
+        last = self._event(usage=self._usage()) if self._ask.has_usage else ""
+        return last + DONE
+
+    def _choice_of(self, number: int, output: RequestOutput, part: CompletionOutput) -> Choice:
+        """The choice that a part belongs to, and count its tokens."""
+        self._outputs[number] = output
+        self._num_tokens += len(part.token_ids)
+        index = number * self._ask.params.n + part.index
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = Choice(self._ask, index)
+        return choice
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _event(self, *choices: dict[str, Any], **more: Any) -> str:
+        if self._ask.all_usage:
+            more["usage"] = self._usage()
+        return f"{self._start}{dumps({'choices': choices, **more})[1:]}\n\n"
+
+    def _plain_event(self, choice: Choice, text: str) -> str:
+        """What `_event` gives for a part that has text alone, in a tenth of the time."""
+        name, after = '"text":', ""
+        if self._ask.is_chat:
+            name, after = '"delta":{"content":', "}"
+        return (
+            f'{self._start}"choices":[{{"index":{choice.index},{name}{quote(text)}{after},'
+            '"logprobs":null,"finish_reason":null}]}\n\n'
+        )
+
+    def _chat_events(
+        self, choice: Choice, part: CompletionOutput, output: RequestOutput
+    ) -> list[str]:
+        said = []
+        if not choice.has_begun:
+            choice.has_begun = True
+            piece = self._chat_piece(choice, {"role": "assistant", "content": ""})
+            ids = {"prompt_token_ids": output.prompt_token_ids} if self._ask.has_ids else {}
+            said.append(self._event(piece, **ids))
+        *deltas, last = choice.read(part) or [{}]
+        said += [self._event(self._chat_piece(choice, delta)) for delta in deltas]
+        piece = self._chat_piece(choice, last, part)
+        has_news = piece["delta"] or piece["logprobs"] or piece["finish_reason"]
+        if has_news or self._ask.has_ids:
+            said.append(self._event(piece))
+        return said
+
+    def _text_events(
+        self, choice: Choice, part: CompletionOutput, output: RequestOutput
+    ) -> list[str]:
+        piece = self._text_choice(choice, part, output)
+        has_news = piece["text"] or piece["logprobs"] or piece["finish_reason"]
+        return [self._event(piece)] if has_news or self._ask.has_ids else []
+
+    # -- choices ----------------------------------------------------------------------------------
+
+    def _chat_piece(
+        self, choice: Choice, delta: dict[str, Any], part: CompletionOutput | None = None
+    ) -> dict[str, Any]:
+        """A delta of a chat's choice; with what else is new by a part, if it is the last of it."""
+        end = GOES_ON if part is None else self._chat_end(choice, part)
+        return {"index": choice.index, "delta": delta, **end}
+
+    def _chat_choice(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
+        """A whole choice of a chat."""
+        message = _chat_message(choice.read(part))
+        return {"index": choice.index, "message": message, **self._chat_end(choice, part)}
+
+    def _chat_end(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
+        """What a chat's choice has beside its text, which is read before."""
         return {
-            "index": index,
-            "message": message,
             "logprobs": self._chat_logprobs(part),
-            "finish_reason": choice.reason(part),
+            "finish_reason": choice.finish_reason(part),
             **({"token_ids": part.token_ids} if self._ask.has_ids else {}),
         }
-
-    # -- parts of both ----------------------------------------------------------------------------
 
     def _chat_logprobs(self, part: CompletionOutput) -> dict[str, Any] | None:
         if part.logprobs is None:
             return None
-        return chat_logprobs(part.logprobs, self._ask.most, as_ids=self._ask.as_ids)
+        params = self._ask.params
+        most = params.logprobs if params.logprob_token_ids is None else None
+        return chat_logprobs(part.logprobs, most, as_ids=self._ask.as_ids)
 
     def _text_choice(
-        self, index: int, choice: Choice, part: CompletionOutput, output: RequestOutput
+        self, choice: Choice, part: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
         """What is new of a completion; first of all its prompt, if that is echoed."""
         ask, text, token_ids = self._ask, part.text, part.token_ids
@@ -256,18 +228,19 @@ class Answer:
         if ask.drops_tokens:
             text, token_ids, places = "", [], None if places is None else []
         is_first, choice.has_begun = not choice.has_begun, True
-        if is_first and ask.echo:
+        is_echo = is_first and ask.echo
+        if is_echo:
             text = self._prompt_text(output) + text
             if places is not None:
                 places = [*self._prompt_places(output), *places]
         columns = None
         if places is not None:
             columns = text_logprobs(places, choice.num_chars, as_ids=ask.as_ids)
-            if is_first and ask.echo:  # nothing is before the first token
-                columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
             choice.num_chars += sum(len(_drawn(place).decoded_token or "") for place in places)
+            if is_echo:  # nothing is before the first token
+                columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
         return {
-            "index": index,
+            "index": choice.index,
             "text": text,
             "logprobs": columns,
             "finish_reason": part.finish_reason,
@@ -275,22 +248,25 @@ class Answer:
             **({"token_ids": token_ids} if ask.has_ids else {}),
         }
 
+    # -- prompts ----------------------------------------------------------------------------------
+
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self._tokenizer is None:
             return output.prompt or ""
-        return self._tokenizer.decode(output.prompt_token_ids)
+        text: str = self._tokenizer.decode(output.prompt_token_ids)
+        return text
 
     def _prompt_places(self, output: RequestOutput) -> list[Any]:
         """The log-probabilities of a prompt; in the place of the first token, which has none, one
         that is not told.
         """
-        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs is not None, "an echo with log-probabilities asks for them"
         first = output.prompt_token_ids[0]
         text = None if self._tokenizer is None else self._tokenizer.decode([first])
         return [{first: Logprob(0.0, None, text)}, *output.prompt_logprobs[1:]]
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """Fields about a prompt that were asked for."""
+        """Fields about a prompt that were asked for, log-probabilities as vLLM shows them."""
         fields: dict[str, Any] = {}
         if self._ask.has_ids:
             fields["prompt_token_ids"] = output.prompt_token_ids
@@ -302,29 +278,41 @@ class Answer:
         return fields
 
     def _usage(self) -> dict[str, Any]:
-        prompts, choices = self._outputs.values(), self._choices.values()
-        tokens = 0 if self._ask.drops_tokens else sum(choice.num_tokens for choice in choices)
-        found = usage(
+        prompts = self._outputs.values()
+        return usage(
             sum(len(output.prompt_token_ids) for output in prompts),
-            tokens,
+            0 if self._ask.drops_tokens else self._num_tokens,
             sum(output.num_cached_tokens for output in prompts),
         )
-        if self._think_end is not None:
-            num_reasoning = sum(choice.num_reasoning for choice in choices)
-            found["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-        return found
 
 
-def _chat_piece(
-    index: int, delta: str, reason: str | None, logprobs: str = "null", more: str = ""
-) -> str:
-    """A choice of a stream's event, of parts that are JSON already."""
-    end = "null" if reason is None else f'"{reason}"'
-    return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{end}{more}}}'
+def _call_news(call: Call, index: int) -> Iterator[dict[str, Any]]:
+    """What is new of a call as OpenAI's streams have it: its beginning, then its arguments."""
+    if call.name is not None:
+        function = {"name": call.name, "arguments": ""}
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        yield {"index": index, "id": call_id, "type": "function", "function": function}
+    if call.arguments:
+        yield {"index": index, "function": {"arguments": call.arguments}}
+
+
+def _chat_message(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The message that deltas make."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        for news in delta.get("tool_calls", ()):
+            if "id" in news:
+                calls.append({name: value for name, value in news.items() if name != "index"})
+            else:
+                calls[-1]["function"]["arguments"] += news["function"]["arguments"]
+        message |= delta
+    if calls:
+        message |= {"content": message["content"] or None, "tool_calls": calls}
+    return message
 
 
 def _shown(token: Logprob) -> dict[str, Any]:
-    """A log-probability as vLLM shows it."""
     return {**vars(token), "logprob": max(token.logprob, LEAST_LOGPROB)}
 
 

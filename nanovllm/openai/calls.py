@@ -1,4 +1,4 @@
-"""Reasoning and calls of tools in the text of an answer, and the form that makes a model call one.
+"""Reasoning and calls of tools in the text of an answer.
 
 The form is that of Hermes, Qwen2.5 and Qwen3 (https://github.com/NousResearch/Hermes-Function-Calling):
 
@@ -11,43 +11,71 @@ The form is that of Hermes, Qwen2.5 and Qwen3 (https://github.com/NousResearch/H
     {"name": "f", "arguments": {"x": 1}}
     </tool_call>
 
-What a text is does not depend on the pieces in which it comes.
+What a text says does not depend on the pieces in which it comes. A call is told from the beginning
+of its arguments on, as they are written. They are the text of the model, up to the brace that
+closes them: they break off where `max_tokens` cuts them, and may be no JSON where no form holds the
+model to it. So clients must validate them, as with OpenAI
+(https://platform.openai.com/docs/api-reference/chat/object). A call that is malformed before its
+arguments stays in the content.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
-
-from nanovllm.sampling.structured_output import json_rule
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
-TAIL = re.compile(r"\s*\}?\s*")
-OPEN_THOUGHT = r"thought /\n*/"
-THOUGHT = r"thought[lazy]: /(?s:.*)<\/think>/"  # up to the first tag
-# As the templates of Qwen3 show calls to the model: one line of JSON with a space after , and :.
-ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACE = " \t\n\r"  # of JSON
+# What stands before the arguments of a call as models write it; a space here is any space of JSON.
+HEAD = re.compile(r' \{ "name" : "([^"\\]+)" , "arguments" : (?=\{)'.replace(" ", f"[{SPACE}]*"))
 
 
-class Piece(NamedTuple):
-    """A part of an answer.
+class Call(NamedTuple):
+    """What is new of a call of a tool.
 
     Attributes:
-        kind: "content", "reasoning", "call" (a new one, by its name) or "arguments" (of the last).
-        text: text of the part.
+        name: name of the tool, which begins a call; None: the last one goes on.
+        arguments: text of its arguments, or more of it.
     """
 
-    kind: str
-    text: str
+    name: str | None
+    arguments: str
+
+
+class Said(NamedTuple):
+    """What a part of an answer says."""
+
+    content: str
+    reasoning: str
+    calls: list[Call]
+
+
+class ObjectText:
+    """The text of an object of JSON, which comes in pieces and has an end."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    def end_in(self, text: str) -> int | None:
+        """Where the object ends in more of its text; None: not there."""
+        for at, char in enumerate(text):
+            if self._in_string:
+                self._in_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._in_string = True
+            elif char == "<":  # it begins a tag, as no JSON has it there: a brace is missing
+                return at
+            elif char in "{}":
+                self._depth += 1 if char == "{" else -1
+                if not self._depth:
+                    return at + 1
+        return None
 
 
 class Splitter:
-    """A reader of a text that comes in pieces.
-
-    Newlines between a tag and a text belong to neither. A call that is malformed before its
-    arguments begin stays in the content.
+    """A reader of a text that comes in pieces. Newlines beside a tag belong to no text.
 
     Args:
         may_reason: whether the text may begin with reasoning.
@@ -56,208 +84,128 @@ class Splitter:
     """
 
     def __init__(self, *, may_reason: bool, is_reasoning: bool, may_call: bool) -> None:
-        self._text, self._is_fresh = "", is_reasoning
-        self._tag = CALL if may_call else ""
-        self._read = self._content
+        self._text, self._is_end = "", False  # what is not told yet, and whether it is all
+        self._told: dict[str, str] = {}
+        self._calls: list[Call] = []
+        self._reader = self._read(may_reason, is_reasoning, may_call)
+
+    def feed(self, text: str, *, is_end: bool = False) -> Said:
+        """What is certain after more text; at the end, all that is left."""
+        self._text, self._is_end = self._text + text, is_end
+        self._told, self._calls = {"content": "", "reasoning": ""}, []
+        next(self._reader)
+        return Said(**self._told, calls=self._calls)
+
+    # Each of these reads on from where it was when there is more text: `yield` waits for it.
+
+    def _read(self, may_reason: bool, is_reasoning: bool, may_call: bool) -> Iterator[None]:
+        if may_reason and not is_reasoning:
+            while THINK.startswith(self._text.lstrip()) and not self._is_end:
+                yield
+            if is_reasoning := self._text.lstrip().startswith(THINK):
+                self._text = self._text.lstrip()[len(THINK) :]
         if is_reasoning:
-            self._read = self._reasoning
-        elif may_reason:
-            self._read = self._start
-        self._depth, self._in_string, self._is_escaped = 0, False, False
+            yield from self._read_up_to(THINK_END, "reasoning", is_after_tag=True)
+        is_after_tag = is_reasoning
+        while True:
+            newlines = yield from self._read_up_to(
+                CALL if may_call else None, "content", is_after_tag=is_after_tag
+            )
+            is_after_tag = yield from self._read_call(newlines)
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, so far."""
-        return self._read == self._reasoning
+    def _read_up_to(
+        self, tag: str | None, kind: str, *, is_after_tag: bool
+    ) -> Generator[None, None, str]:
+        """Read a text up to a tag, which is taken off. Returns the newlines before it."""
+        while True:
+            if is_after_tag:
+                self._text = self._text.lstrip("\n")
+            at = self._text.find(tag) if tag else -1
+            end = at
+            if at < 0:
+                end = len(self._text) if self._is_end or not tag else self._certain(tag)
+            told = self._text[:end]
+            if at >= 0:
+                told = told.rstrip("\n")
+            self._told[kind] += told
+            is_after_tag = is_after_tag and not told
+            if tag and at >= 0:
+                newlines = self._text[len(told) : at]
+                self._text = self._text[at + len(tag) :]
+                return newlines
+            self._text = self._text[end:]
+            yield
 
-    def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
-        """The parts that are certain after more text; at the end, all that are left."""
-        self._text += text
-        pieces: list[Piece] = []
-        read = None
-        while read != self._read:  # a state that changes nothing waits for more
-            read = self._read
-            pieces += [piece for piece in read(is_end) if piece.text]
-        return pieces
+    def _certain(self, tag: str) -> int:
+        """Number of characters that neither begin the tag nor are newlines before it."""
+        text = self._text
+        begun = next(size for size in range(len(tag), -1, -1) if text.endswith(tag[:size]))
+        return len(text[: len(text) - begun].rstrip("\n"))
 
-    def _start(self, is_end: bool) -> Iterator[Piece]:
-        text = self._text.lstrip()
-        if text.startswith(THINK):
-            self._go(self._reasoning, text[len(THINK) :], is_fresh=True)
-        elif is_end or not THINK.startswith(text):
-            self._go(self._content, self._text)
-        yield from ()
-
-    def _reasoning(self, is_end: bool) -> Iterator[Piece]:
-        found, text = self._up_to(THINK_END, is_end)
-        yield Piece("reasoning", text)
-        if found:
-            self._go(self._content, self._text, is_fresh=True)
-
-    def _content(self, is_end: bool) -> Iterator[Piece]:
-        found, text = self._up_to(self._tag, is_end)
-        yield Piece("content", text)
-        if found:
-            self._go(self._head, self._text)
-
-    def _up_to(self, tag: str, is_end: bool) -> tuple[bool, str]:
-        """Whether the tag is there, and the text before it, as far as it is certain; both are
-        taken off the text.
-        """
-        if self._is_fresh:
-            self._text = self._text.lstrip("\n")
-        at = self._text.find(tag) if tag else -1
-        if at >= 0:
-            said, self._text = self._text[:at].rstrip("\n"), self._text[at + len(tag) :]
-            return True, said
-        end = len(self._text)
-        if not is_end and tag:
-            end -= next(k for k in range(len(tag) - 1, -1, -1) if self._text.endswith(tag[:k]))
-            end = len(self._text[:end].rstrip("\n"))
-        said, self._text = self._text[:end], self._text[end:]
-        self._is_fresh = self._is_fresh and not said
-        return False, said
-
-    def _head(self, is_end: bool) -> Iterator[Piece]:
-        """A call up to its arguments."""
-        head, end = HEAD.match(self._text), self._text.find(CALL_END)
-        if head is not None and (end < 0 or head.end() <= end):
-            yield Piece("call", head[1])
-            self._depth, self._in_string, self._is_escaped = 0, False, False
-            self._go(self._arguments, self._text[head.end() :])
-        elif end >= 0 or is_end:
-            said = self._text if end < 0 else self._text[:end]
-            rest = self._text[len(said) :]
-            call = _whole_call(said)
+    def _read_call(self, newlines: str) -> Generator[None, None, bool]:
+        """Read what follows the tag of a call. Returns whether it was one."""
+        searched = 0
+        while (head := HEAD.match(self._text)) is None:
+            at = self._text.find(CALL_END, searched)
+            if at < 0 and not self._is_end:
+                yield
+                continue
+            said = self._text if at < 0 else self._text[:at]
+            try:
+                call = _call_of(json.loads(said, strict=False))
+            except (ValueError, RecursionError) as error:
+                call = None
+                if at >= 0 and str(error).startswith("Unterminated string"):
+                    searched = at + len(CALL_END)  # this tag stands in a string
+                    continue
             if call is None:
-                yield Piece("content", CALL + said)
-                self._go(self._content, rest)
-            else:
-                yield from call
-                self._go(self._content, rest.removeprefix(CALL_END), is_fresh=True)
+                said = said.partition(CALL_END)[0]
+                self._told["content"] += newlines + CALL + said
+                self._text = self._text[len(said) :]
+                return False
+            self._calls.append(call)
+            self._text = self._text[len(said) :].removeprefix(CALL_END)
+            return True
+        self._calls.append(Call(head[1], ""))
+        self._text = self._text[head.end() :]
+        yield from self._read_arguments()
+        yield from self._read_call_end()
+        return True
 
-    def _arguments(self, is_end: bool) -> Iterator[Piece]:
-        """An object, up to the brace that closes it."""
-        for i, char in enumerate(self._text):
-            if self._in_string:
-                is_quote = char == '"' and not self._is_escaped
-                self._is_escaped = char == "\\" and not self._is_escaped
-                self._in_string = not is_quote
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    yield Piece("arguments", self._text[: i + 1])
-                    self._go(self._tail, self._text[i + 1 :])
-                    return
-        yield Piece("arguments", self._text)
-        self._text = ""
+    def _read_arguments(self) -> Generator[None, None, None]:
+        """Read the arguments of a call, and tell them as they come."""
+        arguments, end = ObjectText(), None
+        while end is None:
+            end = arguments.end_in(self._text)
+            told = self._text[:end]
+            self._text = self._text[len(told) :]
+            if told:
+                self._calls.append(Call(None, told))
+            if end is None:
+                yield
 
-    def _tail(self, is_end: bool) -> Iterator[Piece]:
-        """The rest of a call, as far as it is there."""
-        match = TAIL.match(self._text)
-        assert match is not None, "it matches the empty text"
-        rest = self._text[match.end() :]
-        if rest.startswith(CALL_END) or is_end or not CALL_END.startswith(rest):
-            self._go(self._content, rest.removeprefix(CALL_END), is_fresh=True)
-        yield from ()
-
-    def _go(self, read: Any, text: str, *, is_fresh: bool = False) -> None:
-        self._read, self._text, self._is_fresh = read, text, is_fresh
+    def _read_call_end(self) -> Generator[None, None, None]:
+        """Read what closes a call: a brace, or too many of them, and the tag, if it is there."""
+        while True:
+            self._text = self._text.lstrip(SPACE + "}")
+            if self._is_end or not CALL_END.startswith(self._text):
+                break
+            yield
+        self._text = self._text.removeprefix(CALL_END)
 
 
-def _whole_call(text: str) -> list[Piece] | None:
-    """A call whose members are in another order than usual; None if it is none."""
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+def _call_of(value: Any) -> Call | None:
+    """The whole call that a JSON value is, whatever the order of its members; None if it is none.
+
+    Raises:
+        ValueError: if it holds what no JSON can say: infinities, or halves of characters.
+    """
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return None
-    arguments = call.get("arguments", {})
+    arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         return None
-    said = json.dumps(arguments, ensure_ascii=False)
-    return [Piece("call", call["name"]), Piece("arguments", said)]
-
-
-def cut_calls_as_text(messages: Sequence[Any]) -> list[Any]:
-    """Messages in which a call whose arguments break off, as max_tokens leaves it, is the text that
-    the model wrote: a template could not show it otherwise. What is no message stays for the check.
-    """
-    return [_cut_calls_as_text(message) for message in messages]
-
-
-def _cut_calls_as_text(message: Any) -> Any:
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list) or not isinstance(message.get("content") or "", str):
-        return message
-    cut = [call["function"] for call in calls if _is_cut(call)]
-    if not cut:
-        return message
-    texts = [message["content"]] if message.get("content") else []
-    for function in cut:
-        name = json.dumps(function["name"], ensure_ascii=False)
-        texts.append(f'{CALL}\n{{"name": {name}, "arguments": {function["arguments"]}')
-    whole = [call for call in calls if not _is_cut(call)]
-    return {**message, "content": "\n".join(texts), "tool_calls": whole or None}
-
-
-def _is_cut(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return False
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str) or not arguments.lstrip().startswith("{"):
-        return False
-    try:
-        json.loads(arguments)
-    except ValueError:
-        return True
-    return False
-
-
-def calls_form(tools: Sequence[Any], *, several: bool, thinks: str) -> str:
-    """The form of an answer that calls these tools, in llguidance's dialect of Lark.
-
-    Args:
-        tools: tools of a request, checked.
-        several: whether there may be several calls.
-        thinks: rule for what stands before the calls, as in `with_reasoning`.
-    """
-    kinds = []
-    for tool in tools:
-        function = tool["function"]
-        parameters = function.get("parameters") or {"type": "object"}
-        members = {"name": {"const": function["name"]}, "arguments": parameters}
-        kinds.append(
-            {
-                "type": "object",
-                "properties": members,
-                "required": [*members],
-                "additionalProperties": False,
-            }
-        )
-    schema = json.dumps({"anyOf": kinds, "x-guidance": ONE_LINE})
-    calls = r'call ("\n" call)*' if several else "call"
-    call = rf'call: "{CALL}\n" %json {schema} "\n{CALL_END}"'
-    return f"start: {thinks} {calls}\n{call}\n{THOUGHT if thinks else ''}"
-
-
-def with_reasoning(schema: str, thinks: str) -> str:
-    """The form of JSON, by the text of its schema, after reasoning."""
-    return f"start: {thinks} body\nbody: {json_rule(schema)}\n{THOUGHT}"
-
-
-def reasoning_rule(prompt: str) -> str:
-    """What stands in Lark for the reasoning before an answer in a form: what closes the reasoning
-    that the prompt has opened, or reasoning that may be left out; "" after a prompt that has closed
-    it.
-    """
-    if prompt.rstrip().endswith(THINK_END):
-        return ""
-    is_open = prompt.rstrip().endswith(THINK)
-    return OPEN_THOUGHT if is_open else f'("{THINK}" {OPEN_THOUGHT})?'
+    said = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    f"{name}{said}".encode()
+    return Call(name, said)

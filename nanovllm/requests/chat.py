@@ -39,7 +39,8 @@ JINJA = ("<template>", "<unknown>")  # file names of templates in frames; "<unkn
 
 
 class ChatRenderer:
-    """A renderer of conversations as prompts, by a chat template. Arguments are `LLM.chat`'s.
+    """A renderer of conversations as prompts, by a chat template. Arguments are `LLM.chat`'s, and
+    `max_chars`, of longer prompts that are refused before they are tokenised.
 
     Raises:
         TypeError, ValueError: naming the argument that is wrong.
@@ -55,6 +56,7 @@ class ChatRenderer:
         continue_final_message: bool,
         tools: Sequence[Tool] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
+        max_chars: int | None = None,
     ) -> None:
         if tokenizer is None:
             raise ValueError(
@@ -93,6 +95,7 @@ class ChatRenderer:
                 "pass the arguments of chat() by themselves"
             )
         self._tokenizer, self._images, self._has_warned = tokenizer, images, False
+        self._max_chars = max_chars
         self._has_developer = "developer" in str(chat_template or tokenizer.chat_template)
         self._options = {
             **variables,
@@ -126,7 +129,9 @@ class ChatRenderer:
             ) from None
         # The template has written the special tokens; the tokenizer must not add them again.
         tokenised = self._images.in_text(text) if parts.found else text
-        token_ids = encode(self._tokenizer, tokenised, name, add_special_tokens=False)
+        token_ids = encode(
+            self._tokenizer, tokenised, name, max_chars=self._max_chars, add_special_tokens=False
+        )
         prompt = {"prompt": text, "prompt_token_ids": token_ids}
         return {**prompt, "multi_modal_data": {"image": parts.found}} if parts.found else prompt
 

@@ -136,8 +136,25 @@ def bad_word_tokens(
     return list(dict.fromkeys(sequences))
 
 
-def encode(tokenizer: Tokenizer, text: str, name: str, **options: bool) -> list[int]:
-    """The token ids of a text. `name` stands for it in errors."""
+def most_characters(tokenizer: Any, num_tokens: int) -> int:
+    """The number of characters that so many tokens can spell at most."""
+    return num_tokens * max(map(len, tokenizer.get_vocab()), default=0)
+
+
+def encode(
+    tokenizer: Tokenizer, text: str, name: str, *, max_chars: int | None = None, **options: bool
+) -> list[int]:
+    """The token ids of a text. `name` stands for it in errors.
+
+    Raises:
+        ValueError: if it has more characters than `max_chars`, which is quickly seen, or cannot be
+            tokenised.
+    """
+    if max_chars is not None and len(text) > max_chars:
+        raise ValueError(
+            f"`{name}` must have at most {max_chars:,} characters, as many as max_model_len tokens "
+            f"can spell, got {len(text):,}: shorten it"
+        )
     try:
         # The tokenizer's own warning of long texts would precede our error, which says more.
         return tokenizer.encode(text, verbose=False, **options)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 from nanovllm.images.image import PlacedImage
 from nanovllm.images.picture import PlacedPicture, SizedPicture
 from nanovllm.images.prompts import ImagePrompts, NoImages, remedies
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import Mistake, RequestOutput
 from nanovllm.requests.inputs import (
     Params,
     Tokenizer,
@@ -316,8 +316,8 @@ class Intake:
 
     def refused(self, refusal: Refusal) -> RequestOutput:
         """The output of a refused prompt, in the place of a result."""
-        request_id = self.ticket(0).request_id
-        return RequestOutput(request_id, refusal.text, [], [], True, 0, error=refusal.error)
+        request_id, error = self.ticket(0).request_id, Mistake(refusal.error)
+        return RequestOutput(request_id, refusal.text, [], [], True, 0, error=error)
 
     def ticket(self, n: int) -> Ticket:
         """A ticket for a new request of `n` completions."""

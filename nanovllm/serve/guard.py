@@ -9,72 +9,18 @@ import hmac
 import re
 import uuid
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.openai.answers import DONE, dumps
+from nanovllm.serve.errors import RefusedError, error_response, last_events
 
 MAX_BODY = 32 << 20  # bytes
-MAX_BODIES = 256 << 20  # bytes, of all that are read at a time
-READ_SECONDS = 120.0  # for a body to come
 OPEN_PATHS = ("/health",)  # need no key
 DRAINING_PATHS = ("/metrics",)  # answer while the server drains
 ENDING = "the server is about to end"
 TOO_LARGE = "a body must have at most {:,} bytes"
-RETRY_SECONDS = 1
-MAX_MESSAGE = 1000  # characters
 REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
-NAMES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    429: "RateLimitError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-}
-
-
-class RefusedError(Exception):
-    """A request that is answered by an error, with this status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """OpenAI's object for an error, with the values of vLLM; `param` is the field that is named."""
-    named = re.match(r"`([\w.]+)", message)
-    kind = NAMES.get(status, NAMES[400])
-    param = named[1] if named else None
-    # It may show a value of any length, with surrogates that no encoding knows.
-    message = message[:MAX_MESSAGE].encode(errors="replace").decode()
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
-
-
-def error_response(status: int, message: str) -> JSONResponse:
-    """An error as a response."""
-    headers = {}
-    if status in (429, 503):
-        headers["Retry-After"] = str(RETRY_SECONDS)
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if status in (408, 413, 503):
-        headers["Connection"] = "close"
-    return JSONResponse(error_body(status, message), status, headers)
-
-
-def last_events(status: int, message: str) -> str:
-    """An error as the end of a stream of events."""
-    return f"data: {dumps(error_body(status, message))}\n\n{DONE}"
 
 
 class Guard:
@@ -94,7 +40,6 @@ class Guard:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], hosts: Collection[str] = ()) -> None:
         self._app, self._hosts = app, {host.lower() for host in hosts}
-        self._num_bytes = 0  # of bodies that are read
         self._digests = [_digest(key.encode(errors="surrogateescape")) for key in keys]
         self.is_draining, self.num_open = False, 0
         self._watches: set[asyncio.Future[None]] = set()  # of clients with open requests
@@ -153,10 +98,16 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > MAX_BODY:
             raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
-        try:
-            return await asyncio.wait_for(self._read(receive), READ_SECONDS)
-        except asyncio.TimeoutError:  # another class than TimeoutError in Python 3.10
-            raise RefusedError(408, f"a body must come within {READ_SECONDS:g} seconds") from None
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > MAX_BODY:
+                raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
+            if not message.get("more_body", False):
+                return bytes(body)
 
     def _check_host(self, headers: Headers) -> None:
         host = headers.get("host", "").lower()
@@ -174,26 +125,6 @@ class Guard:
                 raise RefusedError(
                     401, "the header `Authorization` must be `Bearer` and a valid key"
                 )
-
-    async def _read(self, receive: Receive) -> bytes | None:
-        """A body; None if its client has gone."""
-        body = bytearray()
-        try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                part = message.get("body", b"")
-                body += part
-                self._num_bytes += len(part)
-                if len(body) > MAX_BODY:
-                    raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
-                if self._num_bytes > MAX_BODIES:
-                    raise RefusedError(503, "too many bodies come at a time: try again later")
-                if not message.get("more_body", False):
-                    return bytes(body)
-        finally:
-            self._num_bytes -= len(body)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
         """Run the application, and cancel it when the client goes. Returns whether it could go on

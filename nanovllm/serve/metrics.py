@@ -14,33 +14,22 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LATENCY = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
-    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-FIRST_TOKEN = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-BETWEEN = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    *(20.0, 40.0, 80.0),
-)
-TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-NUMBERS = (1.0, 2.0, 5.0, 10.0, 20.0)
+# Bounds of buckets: 1, 2 and 5 of each power of ten.
+SECONDS = tuple(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5))
+NUMBERS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
 HISTOGRAMS: Mapping[str, tuple[Sequence[float], str]] = {
-    "time_to_first_token_seconds": (FIRST_TOKEN, "Time to the first token."),
-    "inter_token_latency_seconds": (BETWEEN, "Time between tokens, the mean of each request."),
-    "request_time_per_output_token_seconds": (BETWEEN, "Time of a token, by requests."),
-    "e2e_request_latency_seconds": (LATENCY, "Time of requests."),
-    "request_queue_time_seconds": (LATENCY, "Time before requests ran."),
-    "request_prefill_time_seconds": (LATENCY, "Time from the first step to the first token."),
-    "request_decode_time_seconds": (LATENCY, "Time from the first token to the last."),
-    "request_inference_time_seconds": (LATENCY, "Time from the first step to the last token."),
-    "request_prompt_tokens": (TOKENS, "Tokens of prompts."),
-    "request_generation_tokens": (TOKENS, "Generated tokens of requests."),
+    "time_to_first_token_seconds": (SECONDS, "Time to the first token."),
+    "inter_token_latency_seconds": (SECONDS, "Time between tokens, the mean of each request."),
+    "request_time_per_output_token_seconds": (SECONDS, "Time of a token, by requests."),
+    "e2e_request_latency_seconds": (SECONDS, "Time of requests."),
+    "request_queue_time_seconds": (SECONDS, "Time before requests ran."),
+    "request_prefill_time_seconds": (SECONDS, "Time from the first step to the first token."),
+    "request_decode_time_seconds": (SECONDS, "Time from the first token to the last."),
+    "request_inference_time_seconds": (SECONDS, "Time from the first step to the last token."),
+    "request_prompt_tokens": (NUMBERS, "Tokens of prompts."),
+    "request_generation_tokens": (NUMBERS, "Generated tokens of requests."),
     "request_params_n": (NUMBERS, "Completions of requests."),
-    "request_params_max_tokens": (TOKENS, "Limits of requests in tokens."),
+    "request_params_max_tokens": (NUMBERS, "Limits of requests in tokens."),
 }
 GAUGES = {
     "num_requests_running": ("num_running", "Sequences that run."),
@@ -77,7 +66,6 @@ class ServerMetrics:
         self._labels = f'model_name="{escaped}",engine="0"'
         self._ends: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._found = {name: Distribution(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
-        self.num_refused = 0  # because too many waited
 
     def count(self, output: RequestOutput, params: SamplingParams) -> None:
         """Count the completions that end with an output, and the request if it ends."""
@@ -113,11 +101,13 @@ class ServerMetrics:
         """Count a request whose client has gone."""
         self._ends["abort"] += 1
 
-    def page(self, engine: Mapping[str, Any]) -> str:
-        """All values, with those of `LLM.metrics`."""
-        return "\n".join([*self._lines(engine), ""])
+    def page(self, engine: Mapping[str, Any], num_refused: int) -> str:
+        """All values, with those of `LLM.metrics`, and the number of requests refused because too
+        many waited.
+        """
+        return "\n".join([*self._lines(engine, num_refused), ""])
 
-    def _lines(self, engine: Mapping[str, Any]) -> Iterator[str]:
+    def _lines(self, engine: Mapping[str, Any], num_refused: int) -> Iterator[str]:
         for kind, known in (("gauge", GAUGES), ("counter", COUNTERS)):
             for name, (key, text) in known.items():
                 full = f"vllm:{name}{'_total' if kind == 'counter' else ''}"
@@ -129,7 +119,7 @@ class ServerMetrics:
             yield f"vllm:request_success_total{{{labels}}} {count}"
         refused = "vllm:admission_rejections_total"
         yield from _head(refused, "Requests refused because too many waited.", "counter")
-        yield f"{refused}{{{self._labels}}} {self.num_refused}"
+        yield f"{refused}{{{self._labels}}} {num_refused}"
         for name, found in self._found.items():
             full = f"vllm:{name}"
             yield from _head(full, HISTOGRAMS[name][1], "histogram")

@@ -20,8 +20,9 @@ from nanovllm.batch import Result, ResumableSink, job, run
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.identity import default_params, describe_job, describe_model, differences
 from nanovllm.batch.job import BETWEEN_STEPS, MAX_HELD
-from nanovllm.batch.rows import PARAMETERS, as_rows
+from nanovllm.batch.rows import as_rows
 from nanovllm.config import Config
+from nanovllm.requests.json_params import PARAMETERS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

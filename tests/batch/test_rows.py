@@ -14,7 +14,8 @@ from nanovllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from nanovllm.batch import Result, read_rows
 from nanovllm.batch.openai_batch import read_request
 from nanovllm.batch.params import parameter_like
-from nanovllm.batch.rows import CHAT_FIELDS, as_rows, read_ask
+from nanovllm.batch.rows import as_rows, read_ask
+from nanovllm.requests.json_params import CHAT_FIELDS
 
 DEFAULT = SamplingParams(temperature=0.5, max_tokens=7)
 CHAT = "/v1/chat/completions"

@@ -12,6 +12,7 @@ from nanovllm.images.image import Image
 from nanovllm.images.picture import READING, Picture, PlacedPicture, SizedPicture
 from nanovllm.images.preparation import Preparation
 from nanovllm.images.processor import ImageProcessor
+from nanovllm.outputs import Mistake
 
 PROCESSOR = ImageProcessor(4, 2, "bicubic", min_pixels=64, max_pixels=10_000)
 BYTES = 3 * 8 * 8  # of an image of 8 x 8
@@ -135,6 +136,7 @@ def test_a_bad_image_is_the_error_of_its_requests(pictures, prepare):
     pictures.open("broken", "good", "odd")
     found = {each.request_id: each for each in ready(preparation, 3)}
     assert found[0].error == "`image` cannot be read: it is broken" and not found[0].images
+    assert isinstance(found[0].error, Mistake) and not isinstance(found[2].error, Mistake)
     assert found[1].error is None and len(found[1].images) == 1
     assert found[2].error == "an image cannot be prepared (MemoryError: no room)"
     assert preparation.counts.num_images_failed == 2

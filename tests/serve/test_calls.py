@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.openai.calls import Splitter, cut_calls_as_text
+from nanovllm.openai.calls import Splitter
+from nanovllm.openai.tools import cut_calls_as_text
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 KINDS = [(False, False, True), (True, False, True), (True, True, True), (True, False, False)]
@@ -17,15 +18,13 @@ def read(pieces, may_reason=True, is_reasoning=False, may_call=True):
     splitter = Splitter(may_reason=may_reason, is_reasoning=is_reasoning, may_call=may_call)
     content, reasoning, calls = "", "", []
     for i, piece in enumerate(pieces):
-        for kind, text in splitter.feed(piece, is_end=i == len(pieces) - 1):
-            if kind == "content":
-                content += text
-            elif kind == "reasoning":
-                reasoning += text
-            elif kind == "call":
-                calls.append([text, ""])
-            else:
-                calls[-1][1] += text
+        said = splitter.feed(piece, is_end=i == len(pieces) - 1)
+        content += said.content
+        reasoning += said.reasoning
+        for name, arguments in said.calls:
+            if name is not None:
+                calls.append([name, ""])
+            calls[-1][1] += arguments
     return content, reasoning, calls
 
 
@@ -44,16 +43,58 @@ def read(pieces, may_reason=True, is_reasoning=False, may_call=True):
             '<tool_call>{"name": "f", "arguments": {"x": "}\\"</tool_call>{"}}</tool_call>',
             *("", "", [["f", '{"x": "}\\"</tool_call>{"}']]),
         ),
-        ('<tool_call>{"arguments": {}, "name": "g"}</tool_call>', "", "", [["g", "{}"]]),
-        ('<tool_call>{"name": "now"}</tool_call>', "", "", [["now", "{}"]]),
-        # Without its last tag, or cut.
-        ('<tool_call>\n{"name": "f", "arguments": {"x": [1]}}', "", "", [["f", '{"x": [1]}']]),
-        ('<tool_call>\n{"name": "f", "arguments": {"x": [1', "", "", [["f", '{"x": [1']]),
-        ('<tool_call>{"name": "f", "arguments": {}}} more', "} more", "", [["f", "{}"]]),
-        # Malformed ones stay.
         (
             '<tool_call>{"name": "</tool_call>", "arguments": {}}',
-            *('<tool_call>{"name": "</tool_call>", "arguments": {}}', "", []),
+            *("", "", [["</tool_call>", "{}"]]),
+        ),
+        ('<tool_call>{"arguments": {}, "name": "g"}</tool_call>', "", "", [["g", "{}"]]),
+        ('<tool_call>{"name": "now"}</tool_call>', "", "", [["now", "{}"]]),
+        (
+            '<tool_call>{"name": "\\u0066", "arguments": {"a":1}}</tool_call>',
+            *("", "", [["f", '{"a": 1}']]),
+        ),
+        # Without its last tag, or cut.
+        ('<tool_call>\n{"name": "f", "arguments": {"x": [1]}}', "", "", [["f", '{"x": [1]}']]),
+        (
+            'Well.\n\n<tool_call>\n{"name": "f", "arguments": {"x": [1',
+            *("Well.", "", [["f", '{"x": [1']]),
+        ),
+        ('<tool_call>{"name":"f","arguments":{"x": "\\', "", "", [["f", '{"x": "\\']]),
+        # Arguments are the text of the model, JSON or not, up to their last brace.
+        (
+            '<tool_call>{"name" :"f",\n"arguments": { "x":NaN,y}}\n</tool_call>\nok',
+            *("ok", "", [["f", '{ "x":NaN,y}']]),
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
+            *("", "", [["f", '{"x": "\\ud800"}']]),
+        ),
+        # Too many braces, and too few.
+        (
+            f'<tool_call>{{"name": "f", "arguments": {{}}}}}}\n</tool_call>\n{CALL}',
+            *("", "", [["f", "{}"], ["f", '{"x": 1}']]),
+        ),
+        (
+            f'<tool_call>{{"name": "f", "arguments": {{"x": {{}}</tool_call>{CALL}',
+            *("", "", [["f", '{"x": {}'], ["f", '{"x": 1}']]),
+        ),
+        ('<tool_call>{"name": "f", "arguments": {}}< more', "< more", "", [["f", "{}"]]),
+        # What is malformed before its arguments stays, with the newlines before it.
+        (
+            'Well.\n\n<tool_call>{"name": "f", "arguments": ["x"]}</tool_call>',
+            *('Well.\n\n<tool_call>{"name": "f", "arguments": ["x"]}</tool_call>', "", []),
+        ),
+        (
+            '<tool_call>{"name": "f",\xa0"arguments": {}}</tool_call>',
+            *('<tool_call>{"name": "f",\xa0"arguments": {}}</tool_call>', "", []),
+        ),
+        (
+            '<tool_call>{"arguments": {"x": NaN}, "name": "f"}</tool_call>',
+            *('<tool_call>{"arguments": {"x": NaN}, "name": "f"}</tool_call>', "", []),
+        ),
+        (
+            f'<tool_call>{{"name": "f</tool_call>\n{CALL}',
+            *('<tool_call>{"name": "f</tool_call>', "", [["f", '{"x": 1}']]),
         ),
         ("<tool_call>\nno\n</tool_call>!", "<tool_call>\nno\n</tool_call>!", "", []),
         ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', "", []),
@@ -79,8 +120,9 @@ def test_a_prompt_may_have_opened_the_reasoning():
 PARTS = st.sampled_from(
     [
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "\n\n", " ", "}", "{", '"'),
-        *("\\", "<", "</", "tool_call>", "a", "é", '{"name": "f", "arguments": {"x": 1}}'),
+        *("\\", "<", "</", "tool_call>", "a", "é", "\xa0", '{"name": "f", "arguments": {"x": 1}}'),
         *('{"name": "f", "arguments": ', '{"x": {"y": "<tool_call>"}}', '{"arguments": {}}'),
+        *('{"name": "f', '", "arguments": {', '{"x": "'),
         *('{"arguments": {}, "name": "g"}', '{"name": "</tool_call>", "arguments": {}}', CALL),
     ]
 )
@@ -115,25 +157,37 @@ def test_every_call_that_is_written_is_read(arguments, ascii_only, before):
     text = f'{before}<tool_call>\n{{"name": "f", "arguments": {said}}}\n</tool_call>'
     content, reasoning, [[name, found]] = read([*text, ""])
     assert (content, reasoning, name) == (before.rstrip("\n"), "", "f")
+    assert found == said
     assert json.loads(found) == arguments
+
+
+def test_a_call_is_told_as_it_is_written():
+    """From the beginning of its arguments on, whatever a call may hold."""
+    said = json.dumps({"text": 'a } " \\ </tool_call> {' * 9, "y": {"z": [{}]}})
+    splitter = Splitter(may_reason=False, is_reasoning=False, may_call=True)
+    for letter in '<tool_call>\n{"name": "f", "arguments": ':
+        assert splitter.feed(letter) == ("", "", [])
+    assert splitter.feed(said[0]).calls == [("f", ""), (None, "{")]
+    for letter in said[1:]:
+        assert splitter.feed(letter) == ("", "", [(None, letter)])
+    for letter in "}\n</tool_call>":
+        assert splitter.feed(letter) == ("", "", [])
+    assert splitter.feed("\nb", is_end=True) == ("b", "", [])
 
 
 def test_a_call_that_was_cut_is_text_again():
     """As the model wrote it; other calls, and mistakes, stay."""
     text = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"x": "a'
-    splitter = Splitter(may_reason=False, is_reasoning=False, may_call=True)
-    pieces = splitter.feed(text, is_end=True)
-    assert [piece.kind for piece in pieces] == ["content", "call", "arguments"]
-    content, name, arguments = (piece.text for piece in pieces)
+    content, _, [[name, arguments]] = read([text])
     cut = {"type": "function", "function": {"name": name, "arguments": arguments}}
     whole = {"type": "function", "function": {"name": "g", "arguments": "{}"}}
     message = {"role": "assistant", "content": content, "tool_calls": [whole, cut]}
-    found = cut_calls_as_text([message, {**message, "tool_calls": [cut]}, "x"])
-    assert found == [
-        {**message, "content": text, "tool_calls": [whole]},
-        {**message, "content": text, "tool_calls": None},
-        "x",
-    ]
-    for calls in ([whole], ["x"], [{"function": {"name": "f", "arguments": "no"}}], None):
+    assert cut_calls_as_text(message) == {**message, "content": text, "tool_calls": [whole]}
+    alone = {**message, "content": None, "tool_calls": [cut]}
+    assert cut_calls_as_text(alone) == {**alone, "content": text[6:], "tool_calls": None}
+    mistakes = ({}, {"function": "f"}, {"function": {"name": "f", "arguments": "no"}})
+    for calls in ([whole], ["x"], "x", [{"function": {}}], [*mistakes], None):
         other = {**message, "tool_calls": calls}
-        assert cut_calls_as_text([other]) == [other]
+        assert cut_calls_as_text(other) == other
+    for other in ("x", None, {**message, "content": 3}):
+        assert cut_calls_as_text(other) == other

@@ -22,6 +22,7 @@ from PIL import Image as Picture  # noqa: E402
 
 from faults import wait_until  # noqa: E402
 from nanovllm import LLM, SamplingParams  # noqa: E402
+from nanovllm.images import resizing  # noqa: E402
 
 SEED = 11
 
@@ -149,3 +150,18 @@ def test_an_image_that_breaks_off_is_a_mistake(model: Path, streams: bool) -> No
         assert answer.json()["error"]["type"] == "BadRequestError"
         whole = {**body, "messages": conversation(data_url(1))}
         assert place.post("/v1/chat/completions", whole).status_code == 200
+
+
+def test_an_image_for_which_there_is_no_memory_is_no_mistake(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resize(*_: object) -> None:
+        raise MemoryError("no room in /home/us")
+
+    monkeypatch.setattr(resizing, "resize", resize)
+    body = {"messages": conversation(data_url(2)), "max_tokens": 1}
+    with serving(model) as place:
+        answer = place.post("/v1/chat/completions", body)
+        assert answer.status_code == 500 and "/home/us" not in answer.text
+        monkeypatch.undo()
+        assert place.post("/v1/chat/completions", body).status_code == 200

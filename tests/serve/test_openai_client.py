@@ -32,6 +32,7 @@ WEATHER = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 CALL = '<tool_call>\n{"name": "sky", "arguments": {"at": "Rome"}}\n</tool_call>'
+TURNED = '<tool_call>{"arguments": {"at": "Rome"}, "name": "sky"}</tool_call>'
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +99,9 @@ def joined(events):
         own["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
         for call in choice.delta.tool_calls or ():
             if call.id is not None:
-                assert call.index == len(own["calls"])
+                assert (call.index, call.function.arguments) == (len(own["calls"]), "")
                 own["calls"].append([call.function.name, ""])
+            assert call.index == len(own["calls"]) - 1
             own["calls"][call.index][1] += call.function.arguments
         assert own["end"] is None, "it had ended"
         own["end"] = choice.finish_reason
@@ -312,6 +314,7 @@ def test_forms(create):
     [
         ("auto", f"Let me see.\n{CALL}", ["sky"], "Let me see."),
         ("auto", f"{CALL}\n{CALL}", ["sky", "sky"], ""),
+        ("auto", TURNED, ["sky"], ""),
         ("auto", "<tool_call>\nno\n</tool_call>", [], "<tool_call>\nno\n</tool_call>"),
         ("none", CALL, [], CALL),
         (None, "words", [], "words"),
@@ -333,6 +336,18 @@ def test_calls_in_a_text(choice, said, calls, content, create):
         body |= {"stream": True, "parallel_tool_calls": False, "max_tokens": 150}
         [own] = joined(create("chat.completions.create", **body)).values()
         assert (len(own["calls"]), own["end"]) == (1, "tool_calls")
+
+
+def test_a_call_that_max_tokens_cuts(create):
+    """It is told as far as it came, and may stand in the messages that follow."""
+    pytest.importorskip("llguidance")
+    body = {"messages": ASK, "temperature": 0, "tools": [WEATHER]}
+    body["extra_body"] = {"structured_outputs": {"choice": [CALL]}}
+    [found] = both(create, **body, max_tokens=CALL.index('me"}')).choices
+    assert told(found)["calls"] == [["sky", '{"at": "Ro']]
+    assert (found.message.content, found.finish_reason) == (None, "length")
+    again = [*ASK, found.message.model_dump(exclude_unset=True), *ASK]
+    assert create("chat.completions.create", messages=again, max_tokens=3).choices
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sky"}}])

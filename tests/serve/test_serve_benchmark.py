@@ -2,18 +2,24 @@
 
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from http_server import OPTIONS
 
 from benchmarks import serve
 from nanovllm import TINY
+from nanovllm.cli import bench
+
+SHAPE = "qwen3-0.6b"  # stands for a tiny one here
 
 
 def run(monkeypatch, *args):
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     small = ["--prompt-tokens", "5", "--max-tokens", "6", "--device", "cpu", *options]
-    monkeypatch.setattr(sys, "argv", ["serve.py", "--model", TINY, *small, *args])
+    monkeypatch.setitem(bench.SHAPES, SHAPE, json.loads((Path(TINY) / "config.json").read_text()))
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--dummy", SHAPE, *small, *args])
     serve.main()
 
 
@@ -29,20 +35,30 @@ def test_clients_are_measured_beside_generate(monkeypatch, capsys, tmp_path):
     for name in ("clients-1", "clients-3", "idle"):
         low, high = results[name]["runs"]
         assert 0 < low <= results[name]["median"] <= high
+        assert results[name]["share"] > 0
+    assert results["idle"]["other"] == results["clients-3"]["median"]
     assert len(results["first-token"]["runs"]) == serve.NUM_FIRST
     assert results["first-token"]["median"] > 0
+
+
+def test_shares_are_medians_over_the_turns(capsys):
+    """The machine may become slower from turn to turn, for both."""
+    found = serve.compared("clients", [90.0, 70.0, 10.0], [100.0, 100.0, 10.0], "generate")
+    assert (found["share"], found["median"], found["other"]) == (0.9, 70.0, 100.0)
+    assert "70 tok/s (10–90), 0.900 of generate (100)" in capsys.readouterr().out
 
 
 def test_tokens_that_are_missing_are_no_result(monkeypatch):
     """A server that ends its streams early is not faster."""
     from nanovllm.openai import asks
 
-    read = asks.read_body
+    read = asks.read_sampling
 
-    def shorter(body, *args, **options):
-        return read({**body, "max_tokens": 3}, *args, **options)
+    def shorter(*args):
+        params = read(*args)
+        return replace(params, max_tokens=min(params.max_tokens, 3))
 
-    monkeypatch.setattr(asks, "read_body", shorter)
+    monkeypatch.setattr(asks, "read_sampling", shorter)
     with pytest.raises(RuntimeError, match=r"\[3\] tokens instead of 6"):
         run(monkeypatch, "--clients", "1", "--idle", "0", "--repeat", "1")
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import Mock
 
 import pytest
 from http_server import ASK, JSON, PATIENCE, httpx, serving
@@ -27,17 +26,25 @@ from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
 from nanovllm.cli.serve import names_of
 from nanovllm.openai import asks
+from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, Mistake, RequestOutput
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.serve import guard
-from nanovllm.serve.app import AdmissionSlot, _merge
-from nanovllm.serve.guard import RefusedError
+from nanovllm.serve.errors import RefusedError, raise_error
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
+from nanovllm.serve.served import Waiting
+from nanovllm.serve.texts import merge
 
 ENGINE_VALUES = [key for known in (COUNTERS, GAUGES) for key, _ in known.values()]
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 CHAT = "/v1/chat/completions"
 POSTS = [CHAT, "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
 NESTED = b'{"messages": [], "max_tokens": %b1%b}' % (b"[" * 900, b"]" * 900)
+NO_SCHEMA = {"type": "nonsense"}
+NO_FORM = {"type": "json_schema", "json_schema": {"schema": NO_SCHEMA}}
+NO_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NO_SCHEMA}}]
+MANY = ["x" * 400] * 200
+PROMPT_LOGPROBS = {"prompt_logprobs": 20, "max_tokens": 1}
+ECHO = {"echo": True, "logprobs": 20, "n": 8, "temperature": 1, "max_tokens": 1}
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 IGNORED = {"verbosity": "medium", "prompt_cache_retention": "24h", "service_tier": "auto"}
 CUT = {
@@ -89,16 +96,13 @@ class Steps:
 # -- clients that go ------------------------------------------------------------------------------
 
 
-def raw_request(place, body, path=CHAT, *, whole=True):
-    """A connection that has asked; but for the end of the body, if that is not whole."""
+def raw_request(place, body, path=CHAT):
+    """A connection that has asked."""
     host, port = place.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    connection.sendall(
-        f"{head}Content-Length: {len(content)}\r\n\r\n".encode()
-        + content[: len(content) - (not whole)]
-    )
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
 
 
@@ -190,33 +194,33 @@ def test_a_stream_of_several_prompts_ends_while_news_wait_for_its_reader():
             ended.append(number)
 
     async def read_one():
-        merged = _merge([counting(number) for number in range(3)])
+        merged = merge([counting(number) for number in range(3)])
         await anext(merged)
-        while len(begun) < 6:  # all have more than fits
+        while len(begun) < 3:  # all have one
             await asyncio.sleep(0)
         await asyncio.wait_for(merged.aclose(), PATIENCE)
+        return sorted(ended)
 
-    asyncio.run(read_one())
-    assert sorted(ended) == [0, 1, 2]
-    assert len(begun) < 12, "who reads nothing is waited for"
+    assert asyncio.run(read_one()) == [0, 1, 2]
+    assert len(begun) < 6, "who reads nothing is waited for"
 
 
 def test_merged_items_are_those_of_the_generators():
     async def items(number):
         for i in range(number):
             await asyncio.sleep(0)
-            yield i
+            yield number, i
         if number == 3:
             raise RuntimeError("of the third")
 
     async def read_all():
         found = []
         with pytest.raises(RuntimeError, match="of the third"):
-            async for item in _merge([items(number) for number in (2, 3)]):
+            async for item in merge([items(number) for number in (2, 3)]):
                 found.append(item)
         return found
 
-    assert sorted(asyncio.run(read_all())) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    assert sorted(asyncio.run(read_all())) == [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
 
 
 def test_too_many_that_wait_are_refused(monkeypatch):
@@ -292,21 +296,18 @@ def test_every_sequence_of_a_request_waits(streams, monkeypatch):
 
 
 def test_a_place_is_given_back_for_each_prompt():
-    service = Mock(num_waiting=0, max_waiting=3, metrics=Mock(num_refused=0))
-    slot = AdmissionSlot(service)
-    slot.resize(6)
-    with pytest.raises(RefusedError, match="6 sequences wait"):
-        AdmissionSlot(service)
-    slot.release(2)
-    with pytest.raises(RefusedError, match="4 sequences wait"):
-        AdmissionSlot(service)
-    slot.release(2)
-    other = AdmissionSlot(service)
-    slot.end()
-    slot.end()
-    assert service.num_waiting == 1
-    other.end()
-    assert service.num_waiting == 0
+    waiting = Waiting(3)
+    with waiting.admit() as place:
+        place.hold(6)
+        for _ in range(2):
+            says = f"{waiting.count} sequences wait"
+            with pytest.raises(RefusedError, match=says), waiting.admit():
+                pass
+            place.release(2)
+        with waiting.admit():
+            assert waiting.count == 3
+        assert waiting.count == 2
+    assert (waiting.count, waiting.num_refused) == (0, 2)
 
 
 def test_a_key_opens_everything_and_health_needs_none():
@@ -364,23 +365,6 @@ def test_health_reads_no_body():
             connection.close()
 
 
-def test_bodies_share_a_bound_and_have_a_time(place, monkeypatch):
-    monkeypatch.setattr(guard, "MAX_BODIES", 1000)
-    slow = raw_request(place, {"messages": ASK}, whole=False)
-    while not place.app._num_bytes:
-        assert place.get("/version").status_code == 200
-    answer = httpx.post(place.url + CHAT, content=b"x" * 1000, headers=JSON, timeout=PATIENCE)
-    assert answer.status_code == 503 and "retry-after" in answer.headers
-    slow.close()
-    while place.app._num_bytes:
-        assert place.get("/version").status_code == 200
-    monkeypatch.setattr(guard, "READ_SECONDS", 0.01)
-    slow = raw_request(place, {"messages": ASK}, whole=False)
-    assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
-    slow.close()
-    assert not place.app._num_bytes
-
-
 def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
     """A page may have its own name resolved to this machine: then it is of the same origin."""
     with serving(hosts=names_of("127.0.0.1")) as place:
@@ -418,9 +402,18 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         ("/v1/completions", {"prompt": "\ud800"}, 400, "lone surrogates"),
         ("/v1/completions", {"prompt": "a", "\ud800x": 1}, 400, "`?x` is not supported"),
         ("/v1/completions", {"prompt": "a", "request_id": "\ud800"}, 400, "`request_id` must be"),
+        ("/v1/completions", {"prompt": "a", "request_id": 3}, 400, "`request_id` must be"),
         ("/v1/completions", {"prompt": "a", "n": "x" * 9999}, 400, "`n` must be an integer"),
         ("/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "without `stream`"),
         ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "`logprobs` must be"),
+        (CHAT, {"messages": ASK, "max_completion_tokens": 0}, 400, "`max_completion_tokens` must"),
+        (CHAT, {"messages": ASK, "max_tokens": 0}, 400, "`max_tokens` must"),
+        (CHAT, {"messages": ASK, "max_tokens": False}, 400, "`max_tokens` must be an integer"),
+        (CHAT, {"messages": ASK, **LOGPROBS, "top_logprobs": 21}, 400, "`top_logprobs` must be"),
+        ("/v1/completions", {"prompt": MANY, **PROMPT_LOGPROBS}, 400, "`prompt_logprobs` must"),
+        ("/v1/completions", {"prompt": MANY, **ECHO}, 400, "`logprobs` must be at most"),
+        ("/v1/completions", {"prompt": [1] * 262_145}, 400, "at most 262144 token ids"),
+        ("/detokenize", {"tokens": [1] * 262_145}, 400, "at most 262144 token ids"),
         ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex"),
         (
             "/v1/completions",
@@ -434,6 +427,19 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
             400,
             "at most 65,536 characters",
         ),
+        (CHAT, {"messages": ASK, "response_format": NO_FORM}, 400, "`response_format` must"),
+        (
+            CHAT,
+            {"messages": ASK, "tools": NO_TOOLS, "tool_choice": "required"},
+            400,
+            "`tools` must",
+        ),
+        (
+            CHAT,
+            {"messages": ASK, "tools": NO_TOOLS, "structured_outputs": {"grammar": "x"}},
+            400,
+            "`grammar` must",
+        ),
         ("/v1/embeddings", {"input": "a", "dimensions": 3}, 400, "`dimensions` 3 is not"),
         ("/v1/embeddings", {"input": "a", "x": 3}, 400, "`x` is not supported for /v1/embeddings"),
         ("/v1/embeddings", {}, 400, "`input` must be given"),
@@ -446,12 +452,34 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
 )
 def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place, monkeypatch):
     monkeypatch.setattr(asks, "MAX_LOGPROBS", 1 << 20)  # what one choice of this model is below
-    if "regex" in str(body):
+    if any(form in str(body) for form in ("regex", "grammar", "nonsense")):
         pytest.importorskip("llguidance")
     answer = place.post(path, body)
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
     message = answer.json().get("error", {}).get("message", "")
     assert any(each in message for each in says.split("|"))
+
+
+def test_texts_that_are_too_long_are_not_even_tokenised(place, monkeypatch):
+    """Which takes seconds: more characters than `max_model_len` tokens can spell are too many."""
+    tokenizer, asked = place.llm.tokenizer, []
+    encode = tokenizer.encode
+    noting = lambda *args, **options: asked.append(1) or encode(*args, **options)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "encode", noting)
+    most = 512 * max(len(token) for token in tokenizer.get_vocab())
+    for length, says in ((most + 1, f"at most {most:,} characters"), (most, "max_model_len 512")):
+        text = "x" * length
+        for path, body in (
+            (CHAT, {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/embeddings", {"input": [text, "a"]}),
+            ("/tokenize", {"prompt": text}),
+        ):
+            answer = place.post(path, body)
+            if length == most and path in (CHAT, "/tokenize"):  # whose template adds to it
+                continue
+            assert answer.status_code == 400 and says in answer.json()["error"]["message"], path
+        assert bool(asked) == (length == most)
 
 
 def test_web_pages_of_others_cannot_ask(place):
@@ -508,6 +536,17 @@ def test_no_body_is_a_fault_of_ours(place, path, fields, is_good):
         assert answer.json()["error"]["message"]
     elif body.get("stream") is True and path in POSTS[:2]:
         assert answer.text.endswith("data: [DONE]\n\n") and '{"error"' not in answer.text
+
+
+def test_outputs_with_errors_are_no_answers():
+    """A vector that could not be computed was an empty one."""
+    vector = EmbeddingRequestOutput(0, EmbeddingOutput([]), [1], True, "the model computed NaN")
+    with pytest.raises(RuntimeError, match="NaN"):
+        raise_error(vector)
+    refused = RequestOutput(0, None, [], [], True, 0, error=Mistake("`image` is broken"))
+    with pytest.raises(RefusedError, match="broken"):
+        raise_error(refused)
+    raise_error(RequestOutput(0, None, [], [], True, 0))
 
 
 # -- facts ----------------------------------------------------------------------------------------
@@ -593,10 +632,12 @@ def test_fields_of_vllm_are_read(place):
     ]
     labels = ask(logprob_token_ids=[ord("4"), ord("5")], max_tokens=1)["logprobs"]
     assert {*labels["top_logprobs"][0]} == {"4", "5"}
-    own = place.post(
-        "/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": "mine"}
-    ).json()
-    assert own["id"] == "cmpl-mine"
+    header = {"X-Request-Id": "mine"}
+    for path, prefix in ((CHAT, "chatcmpl"), ("/v1/completions", "cmpl")):
+        for body, wanted in (({}, "mine"), ({"request_id": "ours"}, "ours")):
+            own = place.post(path, {**GOOD[path], **body}, **header)
+            assert own.json()["id"] == f"{prefix}-{wanted}"
+            assert own.headers["x-request-id"] == "mine"
     pieces = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "stream": True}
     said = place.post("/v1/completions", {**pieces, "stream_interval": 10}).text
     assert 2 <= said.count("data: {") <= 5, "at 1, 11, 21 and 30 tokens"
@@ -604,7 +645,7 @@ def test_fields_of_vllm_are_read(place):
 
 def test_models_with_other_names_have_labels_that_can_be_read():
     name = 'a"b\\c'
-    page = ServerMetrics(name).page(dict.fromkeys((*ENGINE_VALUES,), 0))
+    page = ServerMetrics(name).page(dict.fromkeys(ENGINE_VALUES, 0), 0)
     assert 'model_name="a\\"b\\\\c"' in page
 
 

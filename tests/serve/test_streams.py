@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 from http_server import ASK, serving
 
-from nanovllm import TINY, SamplingParams, StructuredOutputsParams
+from nanovllm import TINY, StructuredOutputsParams
 from nanovllm.async_llm import _Jobs
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.openai.answers import Choice
-from nanovllm.openai.asks import Ask
-from nanovllm.openai.calls import calls_form, reasoning_rule, with_reasoning
-from nanovllm.outputs import CompletionOutput
+from nanovllm.openai.tools import calls_form, reasoning_rule, with_reasoning
 from nanovllm.sampling.structured_output import GrammarCompiler
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -112,13 +109,13 @@ def test_reasoning_and_a_call(place):
     form = {"structured_outputs": {"choice": [text]}, "max_tokens": 200}
     tools = [{"type": "function", "function": {"name": "f"}}]
     found = stream(place, "/v1/chat/completions", {"messages": ASK, "tools": tools, **form})
-    first = '{"index":0,"id":"call_0","type":"function","function":{"name":"f","arguments":"{"}}'
-    more = [
-        f'{{"tool_calls":[{{"index":0,"function":{{"arguments":"{part}"}}}}]}}'
-        for part in ('\\"', "x", '\\"', ":", " ", "1", "}")
+    calls = ['{"index":0,"id":"call_0","type":"function","function":{"name":"f","arguments":""}}']
+    calls += [
+        f'{{"index":0,"function":{{"arguments":"{part}"}}}}'
+        for part in ("{", '\\"', "x", '\\"', ":", " ", "1", "}")
     ]
     pieces = [f'{{"reasoning":"{x}","reasoning_content":"{x}"}}' for x in "ab"]
-    pieces += ['{"content":"c"}', f'{{"tool_calls":[{first}]}}', *more]
+    pieces += ['{"content":"c"}', *(f'{{"tool_calls":[{call}]}}' for call in calls)]
     end = '{},"logprobs":null,"finish_reason":"tool_calls"'
     assert found == expected("chat.completion.chunk", "chatcmpl", *chat(*pieces, end=end))
 
@@ -179,29 +176,6 @@ def test_reasoning_is_not_content(variables, said, content, reasoning, whole, pl
     assert found.get("reasoning") == found.get("reasoning_content") == reasoning
     found = ask({**body, "include_reasoning": False})
     assert (found["content"], "reasoning" in found) == (content, False)
-
-
-def test_tokens_of_reasoning_are_counted():
-    """Up to the token that ends it; all, if none does."""
-    ask = Ask([], SamplingParams(), True, may_reason=True)
-    cases = [
-        ("<think>ab</think>c", [1, 2, 3, 9, 4], 3),
-        ("<think>ab", [1, 2, 3], 3),
-        ("abc", [1, 2, 3], 0),
-    ]
-    for text, token_ids, wanted in cases:
-        per_token = -(-len(text) // len(token_ids))  # characters
-        for step in (1, 2, 5):
-            choice = Choice(ask, think_end=9)
-            for start in range(0, len(token_ids), step):
-                is_last = start + step >= len(token_ids)
-                new = token_ids[start : start + step]
-                said = text[start * per_token : (start + step) * per_token]
-                part = CompletionOutput(0, said, new, "stop" if is_last else None)
-                choice.count(part)
-                choice.split(part)
-            assert choice.num_reasoning == wanted
-            assert choice.num_tokens == len(token_ids)
 
 
 def test_a_form_holds_for_what_follows_the_reasoning(place):

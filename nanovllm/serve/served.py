@@ -1,0 +1,120 @@
+"""`Served`: what all endpoints share. `Waiting`: the sequences that wait for their first token."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.requests import Request
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.openai.bodies import Fields
+from nanovllm.serve.errors import RefusedError
+from nanovllm.serve.metrics import ServerMetrics
+
+
+class Waiting:
+    """A count of sequences.
+
+    A request is admitted while fewer wait than may, and waits with all its sequences: so those of
+    one request at most are beyond the bound, and none has too many ever to be admitted.
+
+    Args:
+        most: number of sequences that may wait.
+
+    Attributes:
+        count: sequences that wait.
+        num_refused: requests that were refused.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count, self.num_refused = most, 0, 0
+
+    @contextmanager
+    def admit(self) -> Iterator["Place"]:
+        """Admit a request for the block, as one sequence until its body is read.
+
+        Raises:
+            RefusedError: too many others wait.
+        """
+        place = Place(self)
+        place.hold(1)
+        try:
+            yield place
+        finally:
+            place.release(place.count)
+
+
+class Place:
+    """A request's place among those that wait, with `count` sequences."""
+
+    def __init__(self, waiting: Waiting) -> None:
+        self._waiting, self.count = waiting, 0
+
+    def hold(self, count: int) -> None:
+        """Wait with so many sequences.
+
+        Raises:
+            RefusedError: too many others wait.
+        """
+        others = self._waiting.count - self.count
+        if others >= self._waiting.most:
+            self._waiting.num_refused += 1
+            raise RefusedError(429, f"{others} sequences wait already: try again later")
+        self._waiting.count, self.count = others + count, count
+
+    def release(self, count: int) -> None:
+        """Wait with fewer: so many have their first tokens."""
+        self._waiting.count -= count
+        self.count -= count
+
+
+class Served:
+    """An engine that is served.
+
+    Args:
+        llm: engine.
+        names: names of its model; answers have the first.
+        max_waiting: number of sequences that may wait for their first token.
+        interval: tokens that make a piece of a stream, see `AsyncLLM.stream`.
+
+    Attributes:
+        waiting: the sequences that wait.
+        metrics: counters of what was answered.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, names: Sequence[str], max_waiting: int, interval: int
+    ) -> None:
+        self.llm, self.names, self.interval = llm, names, interval
+        self.waiting, self.metrics = Waiting(max_waiting), ServerMetrics(names[0])
+
+    async def read(self, request: Request) -> Fields:
+        """The fields of a request, without `model`, which is checked.
+
+        Raises:
+            RefusedError: the body is none.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # forms of web pages elsewhere may send any other
+            raise RefusedError(
+                415, f"the header `Content-Type` must be application/json, got {kind!r}"
+            )
+        try:
+            body = json.loads(await request.body(), parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(400, f"the body must be JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise RefusedError(400, f"the body must be an object, got a {type(body).__name__}")
+        fields = Fields(body)
+        self.check_model(fields.take("model") or self.names[0])
+        return fields
+
+    def check_model(self, name: Any) -> None:
+        """RefusedError unless the model has this name."""
+        if name not in self.names:
+            raise RefusedError(404, f"`model` must be one of {', '.join(self.names)}, got {name!r}")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
