@@ -97,4 +97,6 @@ def _short(value: Any) -> str:
         if len(value) > len(records):
             records.append(f"<{len(value) - len(records)} more>")
         return f"[{', '.join(records)}]"
-    return repr(value) if isinstance(value, Record) else SHORT.repr(value)
+    if isinstance(value, Record):
+        return repr(value)
+    return SHORT.repr(str(value) if isinstance(value, str) else value)  # it goes by exact types
