@@ -663,6 +663,21 @@ def test_health_says_when_the_engine_is_dead(monkeypatch):
         assert "RuntimeError" not in message and "closed" not in message
 
 
+@pytest.mark.parametrize("error", [ValueError, TypeError, ImportError, RecursionError])
+def test_a_fault_of_the_engine_is_no_mistake_of_the_client(error, place, monkeypatch, caplog):
+    """Whatever its type; and the log has it."""
+
+    def failing(_):
+        raise error("`x` of ours")
+
+    monkeypatch.setattr(_Jobs, "step", failing)
+    for path in POSTS[:3]:
+        answer = place.post(path, GOOD[path], **{"X-Request-Id": "mine"})
+        assert (answer.status_code, "of ours" in answer.text) == (500, False)
+        assert "request mine has failed" in caplog.text and "`x` of ours" in caplog.text
+        caplog.clear()
+
+
 def test_a_server_that_drains_refuses_and_ends_when_all_have_answers(monkeypatch):
     with serving(overlap=False, grace=PATIENCE) as place, ThreadPoolExecutor(1) as pool:
         steps = Steps(monkeypatch)
