@@ -59,9 +59,15 @@ class Distribution:
 
 
 class ServerMetrics:
-    """What a server has seen. The name of the model is a label of all values."""
+    """What a server has seen.
 
-    def __init__(self, model: str) -> None:
+    Args:
+        model: name of the model, a label of all values.
+        max_model_len: the most tokens of a request; higher limits count as this one.
+    """
+
+    def __init__(self, model: str, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._labels = f'model_name="{escaped}",engine="0"'
         self._ends: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
@@ -89,7 +95,7 @@ class ServerMetrics:
             "request_params_n": params.n,
         }
         if params.max_tokens is not None:
-            values["request_params_max_tokens"] = params.max_tokens
+            values["request_params_max_tokens"] = min(params.max_tokens, self._max_model_len)
         if times.seconds_per_token is not None:
             values["request_time_per_output_token_seconds"] = times.seconds_per_token
             between = self._found["inter_token_latency_seconds"]

@@ -87,7 +87,8 @@ class Served:
         self, llm: AsyncLLM, names: Sequence[str], max_waiting: int, interval: int
     ) -> None:
         self.llm, self.names, self.interval = llm, names, interval
-        self.waiting, self.metrics = Waiting(max_waiting), ServerMetrics(names[0])
+        self.waiting = Waiting(max_waiting)
+        self.metrics = ServerMetrics(names[0], llm.max_model_len)
 
     async def read(self, request: Request) -> Fields:
         """The fields of a request, without `model`, which is checked.

@@ -491,7 +491,12 @@ def test_web_pages_of_others_cannot_ask(place):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("auto"),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, 1e300, "auto"])
+    | st.floats()
+    | st.text(max_size=4),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name"]), inner)
@@ -505,6 +510,7 @@ FIELDS = [
     *("chat_template_kwargs", "reasoning_effort", "truncate_prompt_tokens", "stream_interval"),
     *("encoding_format", "request_id", "prompt_logprobs", "add_special_tokens", "user", "metadata"),
     *("allowed_token_ids", "stop_token_ids", "min_tokens", "logprob_token_ids", "x", "priority"),
+    "max_completion_tokens",
 ]
 GOOD = {
     CHAT: {"messages": ASK, "max_tokens": 2},
@@ -526,10 +532,8 @@ GOOD = {
 def test_no_body_is_a_fault_of_ours(place, path, fields, is_good):
     """Whatever stands in it: an answer, or a sentence about a mistake."""
     body = {**(GOOD[path] if is_good else {}), **fields}
-    if isinstance(body.get("max_tokens"), int):
-        body["max_tokens"] = min(body["max_tokens"], 3)
-    elif path in POSTS[:2]:
-        body["max_tokens"] = 2
+    if path in POSTS[:2] and "max_completion_tokens" not in body:
+        body.setdefault("max_tokens", 2)
     answer = place.post(path, body)
     assert answer.status_code in (200, 400, 404), (answer.text, body)
     if answer.status_code != 200:
@@ -611,6 +615,15 @@ def test_metrics_are_those_that_dashboards_read(tmp_path):
         assert len([*text_string_to_metric_families(answer.text)]) > 20
 
 
+def test_a_limit_counts_as_the_models_at_most():
+    with serving() as place:
+        for most in (10**400, 1e300):
+            answer = place.post(CHAT, {"messages": ASK, "temperature": 0, "max_tokens": most})
+            assert answer.json()["choices"][0]["message"]["content"] == "472"
+        page = place.get("/metrics").text
+    assert re.search(r"params_max_tokens_sum\S+ (\S+)", page)[1] == "1024.0"
+
+
 def test_fields_of_vllm_are_read(place):
     """Those that change an answer, each seen in it."""
 
@@ -645,7 +658,7 @@ def test_fields_of_vllm_are_read(place):
 
 def test_models_with_other_names_have_labels_that_can_be_read():
     name = 'a"b\\c'
-    page = ServerMetrics(name).page(dict.fromkeys(ENGINE_VALUES, 0), 0)
+    page = ServerMetrics(name, 512).page(dict.fromkeys(ENGINE_VALUES, 0), 0)
     assert 'model_name="a\\"b\\\\c"' in page
 
 
