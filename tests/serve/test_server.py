@@ -32,6 +32,7 @@ from nanovllm.serve import guard
 from nanovllm.serve.errors import RefusedError, raise_error
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
 from nanovllm.serve.served import Waiting
+from nanovllm.serve.server import bind
 from nanovllm.serve.texts import merge
 
 ENGINE_VALUES = [key for known in (COUNTERS, GAUGES) for key, _ in known.values()]
@@ -780,7 +781,7 @@ def test_what_the_command_refuses_before_a_model_is_loaded(monkeypatch, capsys):
         pytest.fail("a model was loaded")
 
     monkeypatch.setattr(AsyncLLM, "__init__", never)
-    with socket.create_server(("127.0.0.1", 0)) as other:
+    with bind("127.0.0.1", 0) as other:  # of a server that loads its model
         assert main(["serve", "--port", str(other.getsockname()[1])]) == 2
     assert "must be an address of this machine that is free" in capsys.readouterr().err
     assert main(["serve", "--port", "0", "--api-key", ""]) == 2
