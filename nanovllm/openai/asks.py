@@ -239,6 +239,8 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
 def _check_bounds(ask: Ask, max_model_len: int) -> None:
     """Raise if an answer might be too large, or a form too large to be compiled."""
     params = ask.params
+    if params.return_sampling_mask:  # up to a vocabulary for each token
+        raise ValueError("`return_sampling_mask` must be false, got true: the library returns masks")
     for name, (most, kind) in MAX_ITEMS.items():
         given = getattr(params, name) or ()
         if len(given) > most:

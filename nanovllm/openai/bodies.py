@@ -180,23 +180,23 @@ def _read_form(fields: Fields) -> dict[str, Any] | None:
     value = fields.take("response_format")
     if value is None:
         return None
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
+    form = Fields(value if isinstance(value, Mapping) else {}, f"{fields.where}response_format.")
+    kind = form.take("type")
+    if kind not in ("text", "json_object", "json_schema"):
         raise ValueError(
             f"`{fields.where}response_format` must have the `type` text, json_object or "
             f"json_schema, got {value!r}"
         )
-    named = value.get("json_schema")
-    schema = named.get("schema") if isinstance(named, Mapping) else None
+    named = form.take("json_schema") if kind == "json_schema" else None
+    form.end()
+    if kind != "json_schema":
+        return {"json_object": True} if kind == "json_object" else None
+    form = Fields(named if isinstance(named, Mapping) else {}, f"{form.where}json_schema.")
+    schema = form.take("schema")
     if not isinstance(schema, Mapping):
-        raise ValueError(
-            f"`{fields.where}response_format.json_schema.schema` must be a JSON Schema, "
-            f"got {schema!r}"
-        )
+        raise ValueError(f"`{form.where}schema` must be a JSON Schema, got {schema!r}")
+    form.take_all(("name", "description", "strict"))  # a schema always holds
+    form.end()
     return {"json": schema}
 
 

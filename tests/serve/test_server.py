@@ -429,6 +429,17 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
             "at most 65,536 characters",
         ),
         (CHAT, {"messages": ASK, "response_format": NO_FORM}, 400, "`response_format` must"),
+        (CHAT, {"messages": ASK, "response_format": {**NO_FORM, "x": 1}}, 400, "_format.x` is not"),
+        (
+            CHAT,
+            {
+                "messages": ASK,
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}},
+            },
+            400,
+            "`response_format.json_schema.x` is not supported",
+        ),
+        (CHAT, {"messages": ASK, "return_sampling_mask": True}, 400, "`return_sampling_mask` must"),
         (
             CHAT,
             {"messages": ASK, "tools": NO_TOOLS, "tool_choice": "required"},
