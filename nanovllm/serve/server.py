@@ -53,6 +53,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end; asked ten times a second."""
+        if self._app.is_draining:
+            self._app.stop_reading()
         is_late = time.monotonic() > self._ends_at
         if is_late:
             self._app.stop()

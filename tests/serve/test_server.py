@@ -717,6 +717,20 @@ def test_a_server_that_drains_refuses_and_ends_when_all_have_answers(monkeypatch
         assert first.result(PATIENCE).json()["choices"][0]["message"]["content"] == "472"
 
 
+def test_who_has_sent_half_a_body_is_not_waited_for():
+    with serving(grace=PATIENCE) as place:
+        connection = http.client.HTTPConnection(place.url.removeprefix("http://"), timeout=PATIENCE)
+        connection.putrequest("POST", CHAT)
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b"{")
+        while not place.app.num_open:
+            assert place.server.started
+        place.server.handle_exit(signal.SIGTERM, None)
+        answer = connection.getresponse()
+        assert answer.status == 503 and answer.getheader("retry-after")
+        connection.close()
+
+
 def test_after_the_grace_open_requests_end(monkeypatch):
     """One without an answer is told, and so is a stream that has begun, by its last events."""
     with serving(overlap=False, grace=0.0) as place, ThreadPoolExecutor(2) as pool:
