@@ -22,13 +22,14 @@ from nanovllm.openai.tools import (
 )
 from nanovllm.requests.inputs import encode
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.utils.checks import shown
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
 
 MAX_PROMPTS = 2048  # of a request, and choices of all of them
 MAX_N = 128
-MAX_LOGPROBS = 1 << 22  # of all tokens of an answer
+MAX_LOGPROBS = 1 << 18  # of all tokens of an answer
 MAX_IDS = 1 << 18  # of tokens in a field
 MAX_ITEMS = {
     "stop": (64, "strings"),
@@ -135,7 +136,7 @@ async def encode_prompts(
     most_ids = max(MAX_IDS, llm.max_model_len)
     for item in items:
         if not isinstance(item, (str, list)):
-            raise TypeError(f"`{name}` must hold texts or lists of token ids, got {item!r}")
+            raise TypeError(f"`{name}` must hold texts or lists of token ids, got {shown(item)}")
         if isinstance(item, list) and len(item) > most_ids:
             raise ValueError(
                 f"`{name}` must hold at most {most_ids} token ids, got {len(item)}: shorten it"
@@ -166,9 +167,9 @@ def _stream_options(fields: Fields, streams: bool) -> Fields:
     if given is None:
         return Fields({})
     if not isinstance(given, dict):
-        raise TypeError(f"`stream_options` must be an object, got {given!r}")
+        raise TypeError(f"`stream_options` must be an object, got {shown(given)}")
     if not streams:
-        raise ValueError(f"`stream_options` must be null without `stream`, got {given!r}")
+        raise ValueError(f"`stream_options` must be null without `stream`, got {shown(given)}")
     return Fields(given, "stream_options.")
 
 
@@ -204,7 +205,7 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
         raise ValueError("`prompt_logprobs` must be null with `stream`")
     if called and params.structured_outputs is not None:
         raise ValueError(
-            f"`tool_choice` must be none or auto beside a form of the answer, got {choice!r}"
+            f"`tool_choice` must be none or auto beside a form of the answer, got {shown(choice)}"
         )
     variables = options.get("chat_template_kwargs", {})
     if effort is not None and isinstance(variables, dict):  # anything else is refused
@@ -240,7 +241,9 @@ def _check_bounds(ask: Ask, max_model_len: int) -> None:
     """Raise if an answer might be too large, or a form too large to be compiled."""
     params = ask.params
     if params.return_sampling_mask:  # up to a vocabulary for each token
-        raise ValueError("`return_sampling_mask` must be false, got true: the library returns masks")
+        raise ValueError(
+            "`return_sampling_mask` must be false, got true: the library returns masks"
+        )
     for name, (most, kind) in MAX_ITEMS.items():
         given = getattr(params, name) or ()
         if len(given) > most:

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm.requests.json_params import CHAT_FIELDS, PARAMETERS, read_params, whole
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.utils.checks import check_bool, check_int, shown
 from nanovllm.utils.options import Foreign, only
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -119,7 +119,7 @@ class Fields:
         """Take fields that ask for nothing, and refuse any other value of theirs."""
         for name, (is_nothing, remedy) in unsupported.items():
             if name in self._left and not is_nothing(value := whole(self.take(name))):
-                raise ValueError(f"`{self.where}{name}` {value!r} is not supported: {remedy}")
+                raise ValueError(f"`{self.where}{name}` {shown(value)} is not supported: {remedy}")
 
     def end(self, url: str | None = None) -> None:
         """Refuse the fields that nobody has taken, which this endpoint has not."""
@@ -185,7 +185,7 @@ def _read_form(fields: Fields) -> dict[str, Any] | None:
     if kind not in ("text", "json_object", "json_schema"):
         raise ValueError(
             f"`{fields.where}response_format` must have the `type` text, json_object or "
-            f"json_schema, got {value!r}"
+            f"json_schema, got {shown(value)}"
         )
     named = form.take("json_schema") if kind == "json_schema" else None
     form.end()
@@ -194,7 +194,7 @@ def _read_form(fields: Fields) -> dict[str, Any] | None:
     form = Fields(named if isinstance(named, Mapping) else {}, f"{form.where}json_schema.")
     schema = form.take("schema")
     if not isinstance(schema, Mapping):
-        raise ValueError(f"`{form.where}schema` must be a JSON Schema, got {schema!r}")
+        raise ValueError(f"`{form.where}schema` must be a JSON Schema, got {shown(schema)}")
     form.take_all(("name", "description", "strict"))  # a schema always holds
     form.end()
     return {"json": schema}

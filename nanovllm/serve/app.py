@@ -25,7 +25,7 @@ from nanovllm.serve.guard import Guard
 from nanovllm.serve.metrics import CONTENT_TYPE
 from nanovllm.serve.served import Served
 from nanovllm.serve.texts import Texts
-from nanovllm.utils.checks import check_choice
+from nanovllm.utils.checks import check_choice, shown
 from nanovllm.utils.options import only
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Service:
                 adds = fields.take_bool("add_special_tokens", True)
                 text = fields.take("prompt")
                 if not isinstance(text, str):
-                    raise TypeError(f"`prompt` must be a text, got {text!r}")
+                    raise TypeError(f"`prompt` must be a text, got {shown(text)}")
                 fields.end(request.url.path)
                 [prompt] = await encode_prompts(self._llm, text, "prompt", add_special_tokens=adds)
         tokens = prompt["prompt_token_ids"]
@@ -162,7 +162,7 @@ class Service:
             tokens = fields.take("tokens")
             fields.end(request.url.path)
             if not isinstance(tokens, list):
-                raise TypeError(f"`tokens` must be a list of token ids, got {tokens!r}")
+                raise TypeError(f"`tokens` must be a list of token ids, got {shown(tokens)}")
             if len(tokens) > MAX_IDS:
                 raise ValueError(
                     f"`tokens` must hold at most {MAX_IDS} token ids, got {len(tokens)}"

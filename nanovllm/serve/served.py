@@ -11,6 +11,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.bodies import Fields
 from nanovllm.serve.errors import RefusedError
 from nanovllm.serve.metrics import ServerMetrics
+from nanovllm.utils.checks import shown
 
 
 class Waiting:
@@ -99,7 +100,7 @@ class Served:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # forms of web pages elsewhere may send any other
             raise RefusedError(
-                415, f"the header `Content-Type` must be application/json, got {kind!r}"
+                415, f"the header `Content-Type` must be application/json, got {shown(kind)}"
             )
         try:
             body = json.loads(await request.body(), parse_constant=_no_constant)
@@ -114,7 +115,9 @@ class Served:
     def check_model(self, name: Any) -> None:
         """RefusedError unless the model has this name."""
         if name not in self.names:
-            raise RefusedError(404, f"`model` must be one of {', '.join(self.names)}, got {name!r}")
+            raise RefusedError(
+                404, f"`model` must be one of {', '.join(self.names)}, got {shown(name)}"
+            )
 
 
 def _no_constant(name: str) -> None:

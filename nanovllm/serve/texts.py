@@ -19,6 +19,7 @@ from nanovllm.requests.news import News
 from nanovllm.serve.errors import INTERNAL, RefusedError, last_events, mistakes, raise_error
 from nanovllm.serve.guard import REQUEST_ID
 from nanovllm.serve.served import Place, Served
+from nanovllm.utils.checks import shown
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -126,7 +127,7 @@ def _take_id(fields: Fields) -> str | None:
     if own_id is not None and not (isinstance(own_id, str) and REQUEST_ID.fullmatch(own_id)):
         raise ValueError(
             "`request_id` must be 1 to 128 ASCII letters, digits, underscores, dots or dashes, "
-            f"got {own_id!r}"
+            f"got {shown(own_id)}"
         )
     return own_id
 

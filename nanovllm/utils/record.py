@@ -97,4 +97,6 @@ def _short(value: Any) -> str:
         if len(value) > len(records):
             records.append(f"<{len(value) - len(records)} more>")
         return f"[{', '.join(records)}]"
+    if isinstance(value, str):  # also of a class of its own, as a `Mistake`
+        return SHORT.repr_str(value, 0)
     return repr(value) if isinstance(value, Record) else SHORT.repr(value)

@@ -26,6 +26,7 @@ from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
 from nanovllm.cli.serve import names_of
 from nanovllm.openai import asks
+from nanovllm.openai.bodies import Fields
 from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, Mistake, RequestOutput
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.serve import guard
@@ -462,14 +463,23 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         ("/health", {}, 405, "Method Not Allowed"),
     ],
 )
-def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place, monkeypatch):
-    monkeypatch.setattr(asks, "MAX_LOGPROBS", 1 << 20)  # what one choice of this model is below
+def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place):
     if any(form in str(body) for form in ("regex", "grammar", "nonsense")):
         pytest.importorskip("llguidance")
     answer = place.post(path, body)
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
     message = answer.json().get("error", {}).get("message", "")
     assert any(each in message for each in says.split("|"))
+
+
+def test_large_values_are_shown_in_part(place):
+    """Nobody waits while a mistake of many megabytes is written."""
+    large = [["x" * 100] * 100] * 100
+    for field in ("tools", "tool_choice", "stop", "n", "logprobs", "response_format", "seed"):
+        with pytest.raises((TypeError, ValueError), match=f"`{field}") as caught:
+            fields = Fields({"messages": ASK, field: large})
+            asyncio.run(asks.read_ask(place.llm, fields, is_chat=True, interval=1))
+        assert len(str(caught.value)) < 10_000
 
 
 def test_texts_that_are_too_long_are_not_even_tokenised(place, monkeypatch):
