@@ -9,7 +9,14 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.openai.bodies import CHAT, COMPLETIONS, Fields, read_chat, read_sampling
+from nanovllm.openai.bodies import (
+    CHAT,
+    COMPLETIONS,
+    Fields,
+    named_as_sent,
+    read_chat,
+    read_sampling,
+)
 from nanovllm.openai.calls import THINK_END
 from nanovllm.openai.tools import (
     OPEN_THOUGHT,
@@ -117,7 +124,8 @@ async def read_ask(llm: "AsyncLLM", fields: Fields, *, is_chat: bool, interval: 
         for prompt in ask.prompts:
             if len(prompt["prompt_token_ids"]) > length:
                 prompt |= {"prompt": None, "prompt_token_ids": prompt["prompt_token_ids"][-length:]}
-    _check_bounds(ask, llm.max_model_len)
+    with named_as_sent(fields.names):
+        _check_bounds(ask, llm.max_model_len)
     return ask
 
 

@@ -4,7 +4,9 @@ A body has OpenAI's fields and all of `SamplingParams`; one that would ask for a
 refused by its name.
 """
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.requests.json_params import CHAT_FIELDS, PARAMETERS, read_params, whole
@@ -53,15 +55,15 @@ UNSUPPORTED: Foreign = {
     "vllm_xargs": (only(None, {}), "there are no other parameters"),
     "web_search_options": (only(None), "nothing is searched"),
 }
-# Parameters in errors, and the fields of bodies that they may have been made of.
-SENT_AS = (
-    ("max_tokens", "max_completion_tokens"),
-    ("logprobs", "top_logprobs"),
-    ("structured_outputs", "response_format"),
-    ("json", "response_format"),
-    ("grammar", "response_format"),  # after reasoning
-    ("grammar", "tools"),  # that must be called
-)
+# Parameters that errors begin with, and the fields of bodies that they may have been made of.
+SENT_AS: Mapping[str, Sequence[str]] = {
+    "max_tokens": ["max_completion_tokens"],
+    "logprobs": ["top_logprobs"],
+    "structured_outputs": ["response_format", "tools"],
+    "json": ["response_format"],
+    "grammar": ["response_format", "tools"],  # after reasoning, and of tools that must be called
+    "prompt": ["messages", "input"],
+}
 
 
 class Fields:
@@ -160,18 +162,29 @@ def read_sampling(
     given = {name: value for name, value in given.items() if value is not None}
     given = {**fields.take_all(PARAMETERS), **given}
     fields.end(url)
-    try:
+    with named_as_sent(fields.names):
         return read_params(given, default, seed)
-    except (TypeError, ValueError) as error:
-        raise type(error)(as_sent(str(error), fields.names)) from None
+
+
+@contextmanager
+def named_as_sent(names: Collection[str]) -> Iterator[None]:
+    """Errors about parameters, under the names that a body with these fields has for them."""
+    try:
+        yield
+    except (TypeError, ValueError, ImportError) as error:
+        raise type(error)(as_sent(str(error), names)) from None
 
 
 def as_sent(message: str, names: Collection[str]) -> str:
-    """A message about a parameter, under the name that a body with these names has for it."""
+    """A message that begins with a parameter, under the name that a body with these has for it."""
+    message = message.replace("`sampling_params.", "`")
+    own = re.match(r"`(\w+)", message)
+    if own is None:
+        return message
     has_form = "structured_outputs" in names  # then none is made of tools
-    for own, sent in SENT_AS:
+    for sent in SENT_AS.get(own[1], ()):
         if sent in names and not (has_form and sent == "tools"):
-            message = message.replace(f"`{own}`", f"`{sent}`")
+            return f"`{sent}{message[own.end() :]}"
     return message
 
 

@@ -113,7 +113,7 @@ class Service:
                 fields.end(request.url.path)
                 prompts = await encode_prompts(self._llm, given, "input")
             place.hold(len(prompts))
-            with mistakes():
+            with mistakes(fields.names):
                 outputs = await _all([self._llm.embed(prompt) for prompt in prompts])
         data, num_tokens = [], 0
         for index, output in enumerate(outputs):

@@ -41,12 +41,12 @@ class RefusedError(Exception):
 @contextmanager
 def mistakes(names: Collection[str] = ()) -> Iterator[None]:
     """Errors about what a client has passed, as his mistakes; others are faults of ours. `names`
-    are those of the body's fields.
+    are those of the body's fields, if errors have names of parameters.
     """
     try:
         yield
     except (TypeError, ValueError, ImportError) as error:  # the last for a missing package
-        message = as_sent(str(error).replace("`sampling_params.", "`"), names)
+        message = as_sent(str(error), names)
         raise RefusedError(400, message) from error
     except RecursionError as error:
         raise RefusedError(400, "a field of the body is nested too deeply") from error

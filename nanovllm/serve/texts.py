@@ -48,7 +48,7 @@ class Texts:
         request_id = request.state.request_id
         with served.waiting.admit() as place:
             fields = await served.read(request)
-            with mistakes(fields.names):
+            with mistakes():
                 answer_id = _take_id(fields) or request_id
                 ask = await read_ask(
                     served.llm, fields, is_chat=self._is_chat, interval=served.interval
