@@ -79,8 +79,8 @@ class Texts:
 
         first = await anext(news)
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
-        await write(answer.events(*first))
         try:
+            await write(answer.events(*first))
             async for number, output in news:
                 await write(answer.events(number, output))
             end = answer.end()
