@@ -47,10 +47,15 @@ class Waiting:
 
 
 class Place:
-    """A request's place among those that wait, with `count` sequences."""
+    """A request's place among those that wait.
+
+    Attributes:
+        count: its sequences that wait.
+        num_ended: its sequences that have ended.
+    """
 
     def __init__(self, waiting: Waiting) -> None:
-        self._waiting, self.count = waiting, 0
+        self._waiting, self.count, self.num_ended = waiting, 0, 0
 
     def hold(self, count: int) -> None:
         """Wait with so many sequences.

@@ -641,6 +641,28 @@ def test_metrics_are_those_that_dashboards_read(tmp_path):
         assert len([*text_string_to_metric_families(answer.text)]) > 20
 
 
+def test_choices_are_counted_and_no_siblings_of_mistakes():
+    """Whether they end or their clients go; the time to the first token, in any case."""
+    with serving() as place:
+
+        def value(name):
+            page = place.get("/metrics").text
+            return int(re.search(rf"vllm:{name}[^}}]*}} (\d+)", page)[1])
+
+        mistake = {"prompt": ["a", [1] * 600], "max_tokens": 400, "ignore_eos": True}
+        assert place.post("/v1/completions", mistake).status_code == 400
+        assert value('request_success_total.*finished_reason="abort"') == 0
+        body = {"prompt": ["a", "b"], "n": 2, "stream": True, **LONG, "temperature": 1}
+        connection = raw_request(place, body, "/v1/completions")
+        assert connection.recv(4) == b"HTTP"
+        connection.close()
+        while place.app.num_open:
+            assert place.get("/version").status_code == 200
+        ends = [f'request_success_total.*finished_reason="{end}"' for end in ("abort", "length")]
+        assert sum(map(value, ends)) == 4 and value(ends[0]) > 0
+        assert value("time_to_first_token_seconds_count") > 0
+
+
 def test_a_limit_counts_as_the_models_at_most():
     with serving() as place:
         for most in (10**400, 1e300):
