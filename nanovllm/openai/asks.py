@@ -129,6 +129,19 @@ async def read_ask(llm: "AsyncLLM", fields: Fields, *, is_chat: bool, interval: 
     return ask
 
 
+def read_messages(fields: Fields) -> tuple[Any, dict[str, Any]]:
+    """Take the messages of a chat, and arguments of `AsyncLLM.render`, which checks the rest."""
+    effort = fields.take("reasoning_effort")
+    messages, options = read_chat(fields)
+    check_tools(options.get("tools", []))
+    variables = options.get("chat_template_kwargs", {})
+    if effort is not None and isinstance(variables, dict):
+        options["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
+    if isinstance(messages, list):
+        messages = [cut_calls_as_text(message) for message in messages]
+    return messages, options
+
+
 async def encode_prompts(
     llm: "AsyncLLM", given: Any, name: str, *, add_special_tokens: bool = True
 ) -> list[dict[str, Any]]:
@@ -202,11 +215,9 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
     """
     shows_reasoning = fields.take_bool("include_reasoning", True)
     several = fields.take_bool("parallel_tool_calls", True)
-    effort = fields.take("reasoning_effort")
     choice = fields.take("tool_choice")
-    messages, options = read_chat(fields)
+    messages, options = read_messages(fields)
     tools = options.pop("tools", None) or []
-    check_tools(tools)
     called = called_tools(tools, choice)
     params = read_sampling(fields, CHAT, replace(ask.params, max_tokens=None))
     if ask.streams and params.prompt_logprobs is not None:
@@ -215,12 +226,7 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
         raise ValueError(
             f"`tool_choice` must be none or auto beside a form of the answer, got {shown(choice)}"
         )
-    variables = options.get("chat_template_kwargs", {})
-    if effort is not None and isinstance(variables, dict):  # anything else is refused
-        options["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
     may_call = bool(tools) and choice != "none"
-    if isinstance(messages, list):  # anything else is refused
-        messages = [cut_calls_as_text(message) for message in messages]
     prompt = await llm.render(messages, tools=tools if may_call else None, **options)
 
     thinks = ""

@@ -17,9 +17,8 @@ from starlette.routing import Route
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.answers import dumps
-from nanovllm.openai.asks import MAX_IDS, encode_prompts
+from nanovllm.openai.asks import MAX_IDS, encode_prompts, read_messages
 from nanovllm.requests.inputs import check_vocabulary, whole_numbers
-from nanovllm.requests.json_params import CHAT_FIELDS
 from nanovllm.serve.errors import INTERNAL, RefusedError, error_response, mistakes, raise_error
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.metrics import CONTENT_TYPE
@@ -133,14 +132,13 @@ class Service:
         fields = await self._served.read(request)
         with mistakes():
             shows = fields.take_bool("return_token_strs")
-            messages = fields.take("messages")
-            if messages is not None:
-                options = fields.take_all(CHAT_FIELDS)
+            text = fields.take("prompt")
+            if text is None:
+                messages, options = read_messages(fields)
                 fields.end(request.url.path)
                 prompt = await self._llm.render(messages, **options)
             else:
                 adds = fields.take_bool("add_special_tokens", True)
-                text = fields.take("prompt")
                 if not isinstance(text, str):
                     raise TypeError(f"`prompt` must be a text, got {shown(text)}")
                 fields.end(request.url.path)

@@ -460,6 +460,7 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         ("/v1/embeddings", {"input": "a", "dimensions": 3}, 400, "`dimensions` 3 is not"),
         ("/v1/embeddings", {"input": "a", "x": 3}, 400, "`x` is not supported for /v1/embeddings"),
         ("/v1/embeddings", {}, 400, "`input` must be given"),
+        ("/tokenize", {"messages": ASK, "tools": [{}]}, 400, "`tools[0]` must be"),
         ("/tokenize", {"prompt": 3}, 400, "`prompt` must be a text"),
         ("/detokenize", {"tokens": [-1]}, 400, "`tokens` must hold token ids"),
         ("/detokenize", {"tokens": "a"}, 400, "`tokens` must be a list"),
@@ -593,6 +594,11 @@ def test_tokens_and_facts(place):
     found = place.post("/tokenize", {"messages": ASK}).json()
     wanted = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
     assert (found["tokens"], found["count"]) == (wanted, len(wanted))
+    asked = {"messages": [*ASK, CUT, *ASK], "tools": NO_TOOLS, "reasoning_effort": "low"}
+    tokens = place.post("/tokenize", asked).json()["tokens"]
+    sent = {**asked, "max_tokens": 1, "return_token_ids": True, "stream": True}
+    [ids, *_] = re.findall(r'"prompt_token_ids":(\[.*?\])', place.post(CHAT, sent).text)
+    assert tokens == json.loads(ids), "those of a chat"
     assert place.post("/detokenize", {"tokens": tokenizer.encode("aé")}).json() == {"prompt": "aé"}
     own_id = place.get("/version", headers={"X-Request-Id": "mine"}).headers["x-request-id"]
     assert own_id == "mine"
