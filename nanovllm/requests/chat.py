@@ -31,8 +31,8 @@ Tool: TypeAlias = "Mapping[str, Any] | Callable[..., Any]"
 logger = logging.getLogger(__name__)
 
 PROBE = "nanovllm-probe"  # an argument's name that no conversation has
-ARGUMENTS = {  # arguments of apply_chat_template that are not variables of the template
-    *("conversation", "tools", "chat_template", "tokenize"),
+ARGUMENTS = {  # arguments of apply_chat_template, which are not the caller's variables
+    *("conversation", "messages", "tools", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message"),
 }
 JINJA = ("<template>", "<unknown>")  # file names of templates in frames; "<unknown>": unparsable

@@ -3,8 +3,8 @@
 import asyncio
 import base64
 import logging
+import struct
 import time
-from array import array
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +19,14 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.answers import dumps
 from nanovllm.openai.asks import MAX_IDS, encode_prompts, read_messages
 from nanovllm.requests.inputs import check_vocabulary, whole_numbers
-from nanovllm.serve.errors import INTERNAL, RefusedError, error_response, mistakes, raise_error
+from nanovllm.serve.errors import (
+    INTERNAL,
+    RefusedError,
+    error_response,
+    mistakes,
+    raise_error,
+    told,
+)
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.metrics import CONTENT_TYPE
 from nanovllm.serve.served import Served
@@ -75,12 +82,16 @@ def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of routes: no such path, or another method
         detail = error.detail
         if error.status_code == 404:
-            detail += f": this server has {', '.join(route.path for route in request.app.routes)}"
-        response = error_response(error.status_code, detail)
-        response.headers.update(error.headers or {})
-        return response
-    assert isinstance(error, RefusedError)
-    return error_response(error.status, str(error))
+            paths = ", ".join(route.path for route in request.app.routes)
+            detail += f": this server has {paths.replace('{name:path}', 'NAME')}"
+        status, headers = error.status_code, error.headers or {}
+    else:
+        assert isinstance(error, RefusedError)
+        status, detail, headers = error.status, str(error), {}
+    logger.info("request %s is refused (%d): %s", request.state.request_id, status, told(detail))
+    response = error_response(status, detail)
+    response.headers.update(headers)
+    return response
 
 
 def _fail(request: Request, error: Exception) -> Response:
@@ -119,7 +130,7 @@ class Service:
             raise_error(output)
             vector: Any = output.outputs.embedding
             if form == "base64":
-                vector = base64.b64encode(array("f", vector).tobytes()).decode()
+                vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
             data.append({"object": "embedding", "index": index, "embedding": vector})
             num_tokens += len(output.prompt_token_ids)
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
