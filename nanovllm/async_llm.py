@@ -109,7 +109,7 @@ class AsyncLLM:
 
         Raises:
             TypeError, ValueError: naming the argument that is wrong.
-            RuntimeError: if the engine is closed. An error that ends a step ends all requests.
+            RuntimeError: if the engine is closed, or a step fails, which ends all requests.
         """
         return self._listen(prompt, sampling_params, AllNews())
 
@@ -510,11 +510,17 @@ class _Jobs:
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End all requests with an error."""
+        """End all requests with an error: RuntimeError, because the type of any other might tell a
+        caller that the mistake is his.
+        """
         with suppress(Exception):  # the error may have closed the engine
             self.llm.abort_all()
+        told = error
+        if not isinstance(error, RuntimeError) or isinstance(error, RecursionError):
+            told = RuntimeError(f"the engine has failed ({type(error).__name__}: {error})")
+            told.__cause__ = error
         for tell in self._ids:
-            self._tell(tell, error)
+            self._tell(tell, told)
         self._ids.clear()
         self._wake()
 

@@ -7,7 +7,6 @@ except that the default of `max_tokens` is 64.
 import copy
 import json
 import math
-import reprlib
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -22,6 +21,7 @@ from nanovllm.utils.checks import (
     check_float,
     check_int,
     plain_numbers,
+    shown,
 )
 from nanovllm.utils.options import Foreign, missing_name, only, takes_foreign_fields
 
@@ -107,7 +107,7 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise TypeError(f"`{name}` must be a string, got {value!r}")
+                raise TypeError(f"`{name}` must be a string, got {shown(value)}")
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("choice", self.choice))
             if not self.choice:
@@ -244,7 +244,7 @@ class SamplingParams:
                 if getattr(self, name):
                     raise ValueError(
                         f"`{name}` must not be combined with structured_outputs: together they may "
-                        f"allow no token; got {getattr(self, name)!r}"
+                        f"allow no token; got {shown(getattr(self, name))}"
                     )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -277,7 +277,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping):
-            raise TypeError(f"`logit_bias` must map token ids to numbers, got {bias!r}")
+            raise TypeError(f"`logit_bias` must map token ids to numbers, got {shown(bias)}")
         _tokens("logit_bias", list(bias))
         rule = (
             f"finite and {-LARGEST:g} to {LARGEST:g} (to forbid a token: -100, bad_words or "
@@ -379,14 +379,14 @@ def _items(name: str, value: Any, kind: str) -> list[Any]:
     if not isinstance(value, (str, bytes, bytearray, Mapping)):
         with suppress(TypeError):  # it is not iterable
             return list(value)
-    raise TypeError(f"`{name}` must be a list of {kind}, got {value!r}")
+    raise TypeError(f"`{name}` must be a list of {kind}, got {shown(value)}")
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     items = _items(name, value, "strings")
     for item in items:
         if not isinstance(item, str):
-            raise TypeError(f"`{name}` must hold strings, got {item!r}")
+            raise TypeError(f"`{name}` must hold strings, got {shown(item)}")
         if not item:
             raise ValueError(f"`{name}` must hold strings that are not empty, got ''")
     strings = [str.__str__(item) for item in items]  # str(item) of an Enum would be its name
@@ -397,9 +397,9 @@ def _tokens(name: str, value: Any) -> tuple[int, ...]:
     items = _items(name, value, "token ids")
     for item in items:
         if isinstance(item, bool) or not isinstance(item, Integral):
-            raise TypeError(f"`{name}` must hold integer token ids, got {item!r}")
+            raise TypeError(f"`{name}` must hold integer token ids, got {shown(item)}")
         if int(item) < 0:
-            raise ValueError(f"`{name}` must hold token ids of at least 0, got {item!r}")
+            raise ValueError(f"`{name}` must hold token ids of at least 0, got {shown(item)}")
     tokens = [int(item) for item in items]
     return tuple(sorted(tokens) if isinstance(value, Set) else tokens)
 
@@ -407,14 +407,12 @@ def _tokens(name: str, value: Any) -> tuple[int, ...]:
 def _schema_text(schema: Any) -> str:
     """A JSON Schema as text, which the caller cannot change afterwards."""
     if not isinstance(schema, (str, Mapping)):
-        raise TypeError(f"`json` must be a dictionary or a string, got {schema!r}")
+        raise TypeError(f"`json` must be a dictionary or a string, got {shown(schema)}")
     try:
         text = schema if isinstance(schema, str) else json.dumps(dict(schema), allow_nan=False)
         is_object = isinstance(json.loads(text), dict)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"`json` must be a JSON Schema, got {reprlib.repr(schema)}: {error}"
-        ) from None
+        raise ValueError(f"`json` must be a JSON Schema, got {shown(schema)}: {error}") from None
     if not is_object:
-        raise ValueError(f"`json` must be a JSON Schema, which is an object, got {schema!r}")
+        raise ValueError(f"`json` must be a JSON Schema, which is an object, got {shown(schema)}")
     return text

@@ -3,8 +3,8 @@
     nanovllm serve Qwen/Qwen3-0.6B
 
 listens on http://127.0.0.1:8000/v1. Without MODEL it serves the small one of the package. It needs
-`pip install "nanovllm[serve]"`. Endpoints: /v1/chat/completions, /v1/completions, /v1/embeddings,
-/v1/models, /tokenize, /detokenize, /health, /version, /metrics.
+the extra `serve`. Endpoints: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models,
+/tokenize, /detokenize, /health, /version, /metrics.
 
 Ctrl-C or SIGTERM lets it drain: new requests are refused, open ones get their answers. A second
 signal ends it at once.
@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="K",
         help="key that requests must have in a header `Authorization: Bearer K`; again for more "
-        f"(that of the variable {KEY}, which other users of the machine cannot see)",
+        f"(that of the variable {KEY}, which other users of the machine cannot see, and which is "
+        "not read beside this option)",
     )
     parser.add_argument(
         "--served-model-name",
@@ -85,11 +86,13 @@ def run(args: argparse.Namespace) -> int:
         from nanovllm.serve.server import Server, bind
     except ImportError as error:
         raise ValueError(
-            f'the package {error.name} is missing: pip install "nanovllm[serve]"'
+            f'the package {error.name} is missing: pip install "starlette>=0.40" "uvicorn>=0.29"'
         ) from None
     keys = args.api_key or [key for key in [os.environ.get(KEY)] if key]
     if not all(keys):
         raise ValueError("`--api-key` must not be empty, got ''")
+    if not args.host:
+        raise ValueError("`--host` must not be empty, got '': 0.0.0.0 is any address")
     if not keys and not is_loopback(args.host):
         print(
             f"nanovllm serve: anyone who reaches {args.host} may use it: pass --api-key",

@@ -9,7 +9,14 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.openai.bodies import CHAT, COMPLETIONS, Fields, read_chat, read_sampling
+from nanovllm.openai.bodies import (
+    CHAT,
+    COMPLETIONS,
+    Fields,
+    named_as_sent,
+    read_chat,
+    read_sampling,
+)
 from nanovllm.openai.calls import THINK_END
 from nanovllm.openai.tools import (
     OPEN_THOUGHT,
@@ -22,13 +29,14 @@ from nanovllm.openai.tools import (
 )
 from nanovllm.requests.inputs import encode
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.utils.checks import shown
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
 
 MAX_PROMPTS = 2048  # of a request, and choices of all of them
 MAX_N = 128
-MAX_LOGPROBS = 1 << 22  # of all tokens of an answer
+MAX_LOGPROBS = 1 << 20  # of all tokens of an answer, which takes the event loop seconds to write
 MAX_IDS = 1 << 18  # of tokens in a field
 MAX_ITEMS = {
     "stop": (64, "strings"),
@@ -116,8 +124,22 @@ async def read_ask(llm: "AsyncLLM", fields: Fields, *, is_chat: bool, interval: 
         for prompt in ask.prompts:
             if len(prompt["prompt_token_ids"]) > length:
                 prompt |= {"prompt": None, "prompt_token_ids": prompt["prompt_token_ids"][-length:]}
-    _check_bounds(ask, llm.max_model_len)
+    with named_as_sent(fields.names):
+        _check_bounds(ask, llm.max_model_len)
     return ask
+
+
+def read_messages(fields: Fields) -> tuple[Any, dict[str, Any]]:
+    """Take the messages of a chat, and arguments of `AsyncLLM.render`, which checks the rest."""
+    effort = fields.take("reasoning_effort")
+    messages, options = read_chat(fields)
+    check_tools(options.get("tools", []))
+    variables = options.get("chat_template_kwargs", {})
+    if effort is not None and isinstance(variables, dict):
+        options["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
+    if isinstance(messages, list):
+        messages = [cut_calls_as_text(message) for message in messages]
+    return messages, options
 
 
 async def encode_prompts(
@@ -135,7 +157,7 @@ async def encode_prompts(
     most_ids = max(MAX_IDS, llm.max_model_len)
     for item in items:
         if not isinstance(item, (str, list)):
-            raise TypeError(f"`{name}` must hold texts or lists of token ids, got {item!r}")
+            raise TypeError(f"`{name}` must hold texts or lists of token ids, got {shown(item)}")
         if isinstance(item, list) and len(item) > most_ids:
             raise ValueError(
                 f"`{name}` must hold at most {most_ids} token ids, got {len(item)}: shorten it"
@@ -166,9 +188,9 @@ def _stream_options(fields: Fields, streams: bool) -> Fields:
     if given is None:
         return Fields({})
     if not isinstance(given, dict):
-        raise TypeError(f"`stream_options` must be an object, got {given!r}")
+        raise TypeError(f"`stream_options` must be an object, got {shown(given)}")
     if not streams:
-        raise ValueError(f"`stream_options` must be null without `stream`, got {given!r}")
+        raise ValueError(f"`stream_options` must be null without `stream`, got {shown(given)}")
     return Fields(given, "stream_options.")
 
 
@@ -193,25 +215,18 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
     """
     shows_reasoning = fields.take_bool("include_reasoning", True)
     several = fields.take_bool("parallel_tool_calls", True)
-    effort = fields.take("reasoning_effort")
     choice = fields.take("tool_choice")
-    messages, options = read_chat(fields)
+    messages, options = read_messages(fields)
     tools = options.pop("tools", None) or []
-    check_tools(tools)
     called = called_tools(tools, choice)
     params = read_sampling(fields, CHAT, replace(ask.params, max_tokens=None))
     if ask.streams and params.prompt_logprobs is not None:
         raise ValueError("`prompt_logprobs` must be null with `stream`")
     if called and params.structured_outputs is not None:
         raise ValueError(
-            f"`tool_choice` must be none or auto beside a form of the answer, got {choice!r}"
+            f"`tool_choice` must be none or auto beside a form of the answer, got {shown(choice)}"
         )
-    variables = options.get("chat_template_kwargs", {})
-    if effort is not None and isinstance(variables, dict):  # anything else is refused
-        options["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
     may_call = bool(tools) and choice != "none"
-    if isinstance(messages, list):  # anything else is refused
-        messages = [cut_calls_as_text(message) for message in messages]
     prompt = await llm.render(messages, tools=tools if may_call else None, **options)
 
     thinks = ""
@@ -239,6 +254,10 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
 def _check_bounds(ask: Ask, max_model_len: int) -> None:
     """Raise if an answer might be too large, or a form too large to be compiled."""
     params = ask.params
+    if params.return_sampling_mask:  # up to a vocabulary for each token
+        raise ValueError(
+            "`return_sampling_mask` must be false, got true: the library returns masks"
+        )
     for name, (most, kind) in MAX_ITEMS.items():
         given = getattr(params, name) or ()
         if len(given) > most:

@@ -4,12 +4,14 @@ A body has OpenAI's fields and all of `SamplingParams`; one that would ask for a
 refused by its name.
 """
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.requests.json_params import CHAT_FIELDS, PARAMETERS, read_params, whole
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.utils.checks import check_bool, check_int, shown
 from nanovllm.utils.options import Foreign, only
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -53,15 +55,15 @@ UNSUPPORTED: Foreign = {
     "vllm_xargs": (only(None, {}), "there are no other parameters"),
     "web_search_options": (only(None), "nothing is searched"),
 }
-# Parameters in errors, and the fields of bodies that they may have been made of.
-SENT_AS = (
-    ("max_tokens", "max_completion_tokens"),
-    ("logprobs", "top_logprobs"),
-    ("structured_outputs", "response_format"),
-    ("json", "response_format"),
-    ("grammar", "response_format"),  # after reasoning
-    ("grammar", "tools"),  # that must be called
-)
+# Parameters that errors begin with, and the fields of bodies that they may have been made of.
+SENT_AS: Mapping[str, Sequence[str]] = {
+    "max_tokens": ["max_completion_tokens"],
+    "logprobs": ["top_logprobs"],
+    "structured_outputs": ["response_format", "tools"],
+    "json": ["response_format"],
+    "grammar": ["response_format", "tools"],  # after reasoning, and of tools that must be called
+    "prompt": ["messages", "input"],
+}
 
 
 class Fields:
@@ -119,7 +121,7 @@ class Fields:
         """Take fields that ask for nothing, and refuse any other value of theirs."""
         for name, (is_nothing, remedy) in unsupported.items():
             if name in self._left and not is_nothing(value := whole(self.take(name))):
-                raise ValueError(f"`{self.where}{name}` {value!r} is not supported: {remedy}")
+                raise ValueError(f"`{self.where}{name}` {shown(value)} is not supported: {remedy}")
 
     def end(self, url: str | None = None) -> None:
         """Refuse the fields that nobody has taken, which this endpoint has not."""
@@ -160,18 +162,29 @@ def read_sampling(
     given = {name: value for name, value in given.items() if value is not None}
     given = {**fields.take_all(PARAMETERS), **given}
     fields.end(url)
-    try:
+    with named_as_sent(fields.names):
         return read_params(given, default, seed)
-    except (TypeError, ValueError) as error:
-        raise type(error)(as_sent(str(error), fields.names)) from None
+
+
+@contextmanager
+def named_as_sent(names: Collection[str]) -> Iterator[None]:
+    """Errors about parameters, under the names that a body with these fields has for them."""
+    try:
+        yield
+    except (TypeError, ValueError, ImportError) as error:
+        raise type(error)(as_sent(str(error), names)) from None
 
 
 def as_sent(message: str, names: Collection[str]) -> str:
-    """A message about a parameter, under the name that a body with these names has for it."""
+    """A message that begins with a parameter, under the name that a body with these has for it."""
+    message = message.replace("`sampling_params.", "`")
+    own = re.match(r"`(\w+)", message)
+    if own is None:
+        return message
     has_form = "structured_outputs" in names  # then none is made of tools
-    for own, sent in SENT_AS:
+    for sent in SENT_AS.get(own[1], ()):
         if sent in names and not (has_form and sent == "tools"):
-            message = message.replace(f"`{own}`", f"`{sent}`")
+            return f"`{sent}{message[own.end() :]}"
     return message
 
 
@@ -180,23 +193,23 @@ def _read_form(fields: Fields) -> dict[str, Any] | None:
     value = fields.take("response_format")
     if value is None:
         return None
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
+    form = Fields(value if isinstance(value, Mapping) else {}, f"{fields.where}response_format.")
+    kind = form.take("type")
+    if kind not in ("text", "json_object", "json_schema"):
         raise ValueError(
             f"`{fields.where}response_format` must have the `type` text, json_object or "
-            f"json_schema, got {value!r}"
+            f"json_schema, got {shown(value)}"
         )
-    named = value.get("json_schema")
-    schema = named.get("schema") if isinstance(named, Mapping) else None
+    named = form.take("json_schema") if kind == "json_schema" else None
+    form.end()
+    if kind != "json_schema":
+        return {"json_object": True} if kind == "json_object" else None
+    form = Fields(named if isinstance(named, Mapping) else {}, f"{form.where}json_schema.")
+    schema = form.take("schema")
     if not isinstance(schema, Mapping):
-        raise ValueError(
-            f"`{fields.where}response_format.json_schema.schema` must be a JSON Schema, "
-            f"got {schema!r}"
-        )
+        raise ValueError(f"`{form.where}schema` must be a JSON Schema, got {shown(schema)}")
+    form.take_all(("name", "description", "strict"))  # a schema always holds
+    form.end()
     return {"json": schema}
 
 

@@ -124,6 +124,8 @@ class Splitter:
             end = at
             if at < 0:
                 end = len(self._text) if self._is_end or not tag else self._certain(tag)
+            if tag == THINK_END and self._is_end and at < 0:
+                end -= self._begun(tag)  # which `max_tokens` has cut
             told = self._text[:end]
             if at >= 0:
                 told = told.rstrip("\n")
@@ -133,14 +135,17 @@ class Splitter:
                 newlines = self._text[len(told) : at]
                 self._text = self._text[at + len(tag) :]
                 return newlines
-            self._text = self._text[end:]
+            self._text = "" if self._is_end else self._text[end:]
             yield
 
     def _certain(self, tag: str) -> int:
         """Number of characters that neither begin the tag nor are newlines before it."""
-        text = self._text
-        begun = next(size for size in range(len(tag), -1, -1) if text.endswith(tag[:size]))
-        return len(text[: len(text) - begun].rstrip("\n"))
+        return len(self._text[: len(self._text) - self._begun(tag)].rstrip("\n"))
+
+    def _begun(self, tag: str) -> int:
+        """Number of characters at the end of the text that begin the tag."""
+        sizes = range(len(tag), -1, -1)
+        return next(size for size in sizes if self._text.endswith(tag[:size]))
 
     def _read_call(self, newlines: str) -> Generator[None, None, bool]:
         """Read what follows the tag of a call. Returns whether it was one."""
@@ -150,7 +155,7 @@ class Splitter:
             if at < 0 and not self._is_end:
                 yield
                 continue
-            said = self._text if at < 0 else self._text[:at]
+            said = self._text[: at if at >= 0 else len(self._text) - self._begun(CALL_END)]
             try:
                 call = _call_of(json.loads(said, strict=False))
             except (ValueError, RecursionError) as error:
@@ -164,7 +169,7 @@ class Splitter:
                 self._text = self._text[len(said) :]
                 return False
             self._calls.append(call)
-            self._text = self._text[len(said) :].removeprefix(CALL_END)
+            self._text = "" if at < 0 else self._text[at + len(CALL_END) :]
             return True
         self._calls.append(Call(head[1], ""))
         self._text = self._text[head.end() :]
@@ -188,7 +193,10 @@ class Splitter:
         """Read what closes a call: a brace, or too many of them, and the tag, if it is there."""
         while True:
             self._text = self._text.lstrip(SPACE + "}")
-            if self._is_end or not CALL_END.startswith(self._text):
+            if not CALL_END.startswith(self._text):
+                break
+            if self._is_end:  # `max_tokens` cuts the tag
+                self._text = ""
                 break
             yield
         self._text = self._text.removeprefix(CALL_END)

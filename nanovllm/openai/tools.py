@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm.openai.calls import CALL, CALL_END, THINK, THINK_END
 from nanovllm.sampling.structured_output import json_rule
+from nanovllm.utils.checks import shown
 
 OPEN_THOUGHT = r"thought /\n*/"
 THOUGHT = r"thought[lazy]: /(?s:.*)<\/think>/"  # up to the first tag
@@ -18,20 +19,20 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 def check_tools(tools: Any) -> None:
     """Raise unless these are OpenAI's tools."""
     if not isinstance(tools, list):
-        raise TypeError(f"`tools` must be a list of tools, got {tools!r}")
+        raise TypeError(f"`tools` must be a list of tools, got {shown(tools)}")
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type", "function") != "function":
             raise ValueError(
-                f'`tools[{i}]` must be {{"type": "function", "function": ...}}, got {tool!r}'
+                f'`tools[{i}]` must be {{"type": "function", "function": ...}}, got {shown(tool)}'
             )
         name = function.get("name")
         if not isinstance(name, str) or not name:
-            raise ValueError(f"`tools[{i}].function.name` must be a name, got {name!r}")
+            raise ValueError(f"`tools[{i}].function.name` must be a name, got {shown(name)}")
         parameters = function.get("parameters")
         if not isinstance(parameters, (dict, type(None))):
             raise TypeError(
-                f"`tools[{i}].function.parameters` must be a JSON Schema, got {parameters!r}"
+                f"`tools[{i}].function.parameters` must be a JSON Schema, got {shown(parameters)}"
             )
 
 
@@ -48,11 +49,11 @@ def called_tools(tools: Sequence[Any], choice: Any) -> list[Any]:
     if name is None:
         raise ValueError(
             "`tool_choice` must be none, auto, required or "
-            f'{{"type": "function", "function": {{"name": ...}}}}, got {choice!r}'
+            f'{{"type": "function", "function": {{"name": ...}}}}, got {shown(choice)}'
         )
     found = [tool for tool in tools if tool["function"]["name"] == name]
     if not found:
-        raise ValueError(f"`tool_choice` must name one of the tools, got {name!r}")
+        raise ValueError(f"`tool_choice` must name one of the tools, got {shown(name)}")
     return found[:1]
 
 

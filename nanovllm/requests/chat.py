@@ -22,7 +22,7 @@ from nanovllm.requests.messages import (
     read_conversation,
     with_calls,
 )
-from nanovllm.utils.checks import check_bool
+from nanovllm.utils.checks import check_bool, shown
 
 Message: TypeAlias = Mapping[str, Any]
 Conversation: TypeAlias = Sequence[Message]
@@ -31,8 +31,8 @@ Tool: TypeAlias = "Mapping[str, Any] | Callable[..., Any]"
 logger = logging.getLogger(__name__)
 
 PROBE = "nanovllm-probe"  # an argument's name that no conversation has
-ARGUMENTS = {  # arguments of apply_chat_template that are not variables of the template
-    *("conversation", "tools", "chat_template", "tokenize"),
+ARGUMENTS = {  # arguments of apply_chat_template, which are not the caller's variables
+    *("conversation", "messages", "tools", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message"),
 }
 JINJA = ("<template>", "<unknown>")  # file names of templates in frames; "<unknown>": unparsable
@@ -65,7 +65,7 @@ class ChatRenderer:
             )
         if not isinstance(chat_template, (str, type(None))):
             raise TypeError(
-                f"`chat_template` must be the text of a template, got {chat_template!r}"
+                f"`chat_template` must be the text of a template, got {shown(chat_template)}"
             )
         if chat_template == "":
             raise ValueError(
@@ -85,10 +85,10 @@ class ChatRenderer:
                 "a message is either begun or continued"
             )
         if tools is not None and not is_list(tools):
-            raise TypeError(f"`tools` must be a list of tools, got {tools!r}")
+            raise TypeError(f"`tools` must be a list of tools, got {shown(tools)}")
         variables = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(variables, Mapping):
-            raise TypeError(f"`chat_template_kwargs` must be a dictionary, got {variables!r}")
+            raise TypeError(f"`chat_template_kwargs` must be a dictionary, got {shown(variables)}")
         if taken := sorted(ARGUMENTS & set(variables)):
             raise ValueError(
                 f"`chat_template_kwargs` must hold variables of the template, got {taken[0]!r}: "
@@ -188,5 +188,5 @@ def _read_tool(tool: Any, name: str) -> dict[str, Any]:
     except Exception as error:  # for other objects, anything that `inspect` raises
         raise TypeError(
             f"`{name}` must be a dictionary, or a function with types and a docstring, "
-            f"got {tool!r}: {error}"
+            f"got {shown(tool)}: {error}"
         ) from None

@@ -6,6 +6,7 @@ from typing import Any
 from nanovllm.images.picture import PartImage
 from nanovllm.images.processor import read_limits
 from nanovllm.images.prompts import ImagePrompts, NoImages
+from nanovllm.utils.checks import shown
 
 # Types of parts with an image, and the keys that may hold it.
 TYPES = {
@@ -112,5 +113,5 @@ def _url(value: Any, name: str) -> Any:
     _check_detail(value.get("detail"), name)
     url = value.get("url")
     if not isinstance(url, str):
-        raise ValueError(f"`{name}` must have a `url`, a string, got {url!r}")
+        raise ValueError(f"`{name}` must have a `url`, a string, got {shown(url)}")
     return url

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import shown
 
 Prompt: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
 Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
@@ -100,7 +101,7 @@ def special_stops(
         for token, token_id in special_tokens.items():
             if token in text:
                 raise ValueError(
-                    f"`{name}.stop` must hold strings that can occur in a text, got {text!r}: "
+                    f"`{name}.stop` must hold strings that can occur in a text, got {shown(text)}: "
                     f"{token} is a special token, which is left out. Pass "
                     f"stop_token_ids=[{token_id}], or skip_special_tokens=False"
                 )
@@ -129,7 +130,7 @@ def bad_word_tokens(
             for form in (text, f" {text}")
         )
         if not plain or not spaced:
-            raise ValueError(f"`{name}[{i}]` must have tokens, got {word!r}")
+            raise ValueError(f"`{name}[{i}]` must have tokens, got {shown(word)}")
         sequences.append(plain)
         if spaced[-len(plain) :] != plain:
             sequences.append(spaced)
@@ -208,7 +209,7 @@ def whole_numbers(items: list[Any], name: str) -> list[int]:
     if wrong:
         is_prompt = isinstance(wrong[0], (str, Mapping)) or listed(wrong[0]) is not None
         remedy = ": it is one prompt, not a list of prompts" if is_prompt else ""
-        raise TypeError(f"`{name}` must hold integer token ids, got {wrong[0]!r}{remedy}")
+        raise TypeError(f"`{name}` must hold integer token ids, got {shown(wrong[0])}{remedy}")
     return [int(item) for item in items]
 
 

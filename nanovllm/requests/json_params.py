@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from nanovllm.sampling_params import FOREIGN_PARAMS, SamplingParams, StructuredOutputsParams
+from nanovllm.utils.checks import shown
 
 PARAMETERS = {field.name for field in fields(SamplingParams)} | set(FOREIGN_PARAMS)
 # Arguments of `LLM.chat` that stand beside a conversation.
@@ -32,7 +33,7 @@ def read_params(
     """
     nested = values.get("sampling_params")
     if nested is not None and not isinstance(nested, Mapping):
-        raise TypeError(f"`sampling_params` must be an object, got {nested!r}")
+        raise TypeError(f"`sampling_params` must be an object, got {shown(nested)}")
     own = {name: value for name, value in values.items() if name in PARAMETERS}
     given = {name: value for name, value in {**own, **(nested or {})}.items() if value is not None}
     has_seed = default.seed is not None or given.get("seed", -1) != -1  # -1 means none, too

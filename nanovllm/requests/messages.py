@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 from nanovllm.requests.image_parts import ImageParts
 from nanovllm.requests.inputs import listed
+from nanovllm.utils.checks import shown
 
 Messages: TypeAlias = list[dict[str, Any]]
 
@@ -95,15 +96,15 @@ def _read_message(message: Any, name: str, images: ImageParts) -> dict[str, Any]
         raise ValueError(f"`{name}` must have a `role`, got the keys {sorted(map(str, message))}")
     role = message["role"]
     if not isinstance(role, str):
-        raise TypeError(f'`{name}["role"]` must be a string, got {role!r}')
+        raise TypeError(f'`{name}["role"]` must be a string, got {shown(role)}')
     fields = {key: value for key, value in message.items() if value is not None}
     if "audio" in fields:
         raise ValueError(
-            f'`{name}["audio"]` must be None, got {fields["audio"]!r}: sound is not supported'
+            f'`{name}["audio"]` must be None, got {shown(fields["audio"])}: sound is not supported'
         )
     for key in ("name", "tool_call_id"):
         if not isinstance(fields.get(key, ""), str):
-            raise TypeError(f'`{name}["{key}"]` must be a string, got {fields[key]!r}')
+            raise TypeError(f'`{name}["{key}"]` must be a string, got {shown(fields[key])}')
     if role == "function":
         fields = {"content": "", **fields, "role": "tool"}
     calls = _read_calls(fields, name)
@@ -126,15 +127,17 @@ def _read_content(
     if is_list(content):
         content = _read_parts(content, f'{name}["content"]', fields["role"], images)
     elif not isinstance(content, (str, type(None))):
-        raise TypeError(f'`{name}["content"]` must be a string or a list of parts, got {content!r}')
+        raise TypeError(
+            f'`{name}["content"]` must be a string or a list of parts, got {shown(content)}'
+        )
     if not refusal:
         return content
     if not isinstance(refusal, str):
-        raise TypeError(f'`{name}["refusal"]` must be a string, got {refusal!r}')
+        raise TypeError(f'`{name}["refusal"]` must be a string, got {shown(refusal)}')
     if fields["role"] != "assistant" or content:
         raise ValueError(
             f'`{name}["refusal"]` must be None except in an assistant\'s message without content, '
-            f"got {refusal!r}"
+            f"got {shown(refusal)}"
         )
     return refusal
 
@@ -157,9 +160,9 @@ def _read_part(part: Any, name: str, role: str) -> str:
     """The text of a part of a message."""
     kind, may_refuse = part.get("type") if isinstance(part, Mapping) else part, role == "assistant"
     if not isinstance(part, Mapping) or not (kind == "text" or (kind == "refusal" and may_refuse)):
-        raise ValueError(f'`{name}` must be {{"type": "text", "text": ...}}, got {kind!r}')
+        raise ValueError(f'`{name}` must be {{"type": "text", "text": ...}}, got {shown(kind)}')
     if not isinstance(part.get(kind), str):
-        raise TypeError(f'`{name}["{kind}"]` must be a string, got {part.get(kind)!r}')
+        raise TypeError(f'`{name}["{kind}"]` must be a string, got {shown(part.get(kind))}')
     return part[kind]
 
 
@@ -168,11 +171,11 @@ def _read_calls(fields: dict[str, Any], name: str) -> list[Mapping[str, Any]]:
     where, calls = f'{name}["tool_calls"]', fields.pop("tool_calls", [])
     old = fields.pop("function_call", None)
     if not is_list(calls):
-        raise TypeError(f"`{where}` must be a list of calls, got {calls!r}")
+        raise TypeError(f"`{where}` must be a list of calls, got {shown(calls)}")
     if old is not None:
         if calls:
             raise ValueError(
-                f'`{name}["function_call"]` must be None beside tool_calls, got {old!r}'
+                f'`{name}["function_call"]` must be None beside tool_calls, got {shown(old)}'
             )
         calls, where = [{"type": "function", "function": old}], f'{name}["function_call"]'
         _check_function(old, where)
@@ -184,10 +187,10 @@ def _read_calls(fields: dict[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 def _check_call(call: Any, name: str) -> None:
     if not isinstance(call, Mapping):
-        raise TypeError(f"`{name}` must be a dictionary with `function`, got {call!r}")
+        raise TypeError(f"`{name}` must be a dictionary with `function`, got {shown(call)}")
     kind = call.get("type")
     if kind is not None and kind != "function":
-        raise ValueError(f'`{name}["type"]` must be "function", got {kind!r}')
+        raise ValueError(f'`{name}["type"]` must be "function", got {shown(kind)}')
     if "function" in call:
         _check_function(call["function"], f'{name}["function"]')
     else:  # transformers has this form, too
@@ -196,15 +199,15 @@ def _check_call(call: Any, name: str) -> None:
 
 def _check_function(function: Any, name: str) -> None:
     if not isinstance(function, Mapping):
-        raise TypeError(f"`{name}` must be a dictionary with `name`, got {function!r}")
+        raise TypeError(f"`{name}` must be a dictionary with `name`, got {shown(function)}")
     if not isinstance(function.get("name"), str):
-        raise TypeError(f'`{name}["name"]` must be a string, got {function.get("name")!r}')
+        raise TypeError(f'`{name}["name"]` must be a string, got {shown(function.get("name"))}')
     given = function.get("arguments")
     try:
         is_object = isinstance(arguments_as_object(given), Mapping)
     except ValueError as error:
         raise ValueError(
-            f'`{name}["arguments"]` must be a JSON object, got {given!r}: {error}'
+            f'`{name}["arguments"]` must be a JSON object, got {shown(given)}: {error}'
         ) from None
     if not is_object:
-        raise TypeError(f'`{name}["arguments"]` must be a JSON object, got {given!r}')
+        raise TypeError(f'`{name}["arguments"]` must be a JSON object, got {shown(given)}')

@@ -206,7 +206,7 @@ def check_package() -> None:
         import llguidance  # noqa: F401
     except ImportError:
         raise ImportError(
-            "`structured_outputs` must be None without the package llguidance: "
+            "`structured_outputs` needs the package llguidance where the engine runs: "
             'pip install "llguidance>=1.8,<2"'
         ) from None
 

@@ -3,8 +3,8 @@
 import asyncio
 import base64
 import logging
+import struct
 import time
-from array import array
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -17,15 +17,21 @@ from starlette.routing import Route
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.answers import dumps
-from nanovllm.openai.asks import MAX_IDS, encode_prompts
+from nanovllm.openai.asks import MAX_IDS, encode_prompts, read_messages
 from nanovllm.requests.inputs import check_vocabulary, whole_numbers
-from nanovllm.requests.json_params import CHAT_FIELDS
-from nanovllm.serve.errors import INTERNAL, RefusedError, error_response, mistakes, raise_error
+from nanovllm.serve.errors import (
+    INTERNAL,
+    RefusedError,
+    error_response,
+    mistakes,
+    raise_error,
+    told,
+)
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.metrics import CONTENT_TYPE
 from nanovllm.serve.served import Served
 from nanovllm.serve.texts import Texts
-from nanovllm.utils.checks import check_choice
+from nanovllm.utils.checks import check_choice, shown
 from nanovllm.utils.options import only
 
 logger = logging.getLogger(__name__)
@@ -76,12 +82,16 @@ def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of routes: no such path, or another method
         detail = error.detail
         if error.status_code == 404:
-            detail += f": this server has {', '.join(route.path for route in request.app.routes)}"
-        response = error_response(error.status_code, detail)
-        response.headers.update(error.headers or {})
-        return response
-    assert isinstance(error, RefusedError)
-    return error_response(error.status, str(error))
+            paths = ", ".join(route.path for route in request.app.routes)
+            detail += f": this server has {paths.replace('{name:path}', 'NAME')}"
+        status, headers = error.status_code, error.headers or {}
+    else:
+        assert isinstance(error, RefusedError)
+        status, detail, headers = error.status, str(error), {}
+    logger.info("request %s is refused (%d): %s", request.state.request_id, status, told(detail))
+    response = error_response(status, detail)
+    response.headers.update(headers)
+    return response
 
 
 def _fail(request: Request, error: Exception) -> Response:
@@ -113,14 +123,14 @@ class Service:
                 fields.end(request.url.path)
                 prompts = await encode_prompts(self._llm, given, "input")
             place.hold(len(prompts))
-            with mistakes():
+            with mistakes(fields.names):
                 outputs = await _all([self._llm.embed(prompt) for prompt in prompts])
         data, num_tokens = [], 0
         for index, output in enumerate(outputs):
             raise_error(output)
             vector: Any = output.outputs.embedding
             if form == "base64":
-                vector = base64.b64encode(array("f", vector).tobytes()).decode()
+                vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
             data.append({"object": "embedding", "index": index, "embedding": vector})
             num_tokens += len(output.prompt_token_ids)
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -133,16 +143,15 @@ class Service:
         fields = await self._served.read(request)
         with mistakes():
             shows = fields.take_bool("return_token_strs")
-            messages = fields.take("messages")
-            if messages is not None:
-                options = fields.take_all(CHAT_FIELDS)
+            text = fields.take("prompt")
+            if text is None:
+                messages, options = read_messages(fields)
                 fields.end(request.url.path)
                 prompt = await self._llm.render(messages, **options)
             else:
                 adds = fields.take_bool("add_special_tokens", True)
-                text = fields.take("prompt")
                 if not isinstance(text, str):
-                    raise TypeError(f"`prompt` must be a text, got {text!r}")
+                    raise TypeError(f"`prompt` must be a text, got {shown(text)}")
                 fields.end(request.url.path)
                 [prompt] = await encode_prompts(self._llm, text, "prompt", add_special_tokens=adds)
         tokens = prompt["prompt_token_ids"]
@@ -162,7 +171,7 @@ class Service:
             tokens = fields.take("tokens")
             fields.end(request.url.path)
             if not isinstance(tokens, list):
-                raise TypeError(f"`tokens` must be a list of token ids, got {tokens!r}")
+                raise TypeError(f"`tokens` must be a list of token ids, got {shown(tokens)}")
             if len(tokens) > MAX_IDS:
                 raise ValueError(
                     f"`tokens` must hold at most {MAX_IDS} token ids, got {len(tokens)}"

@@ -41,12 +41,12 @@ class RefusedError(Exception):
 @contextmanager
 def mistakes(names: Collection[str] = ()) -> Iterator[None]:
     """Errors about what a client has passed, as his mistakes; others are faults of ours. `names`
-    are those of the body's fields.
+    are those of the body's fields, if errors have names of parameters.
     """
     try:
         yield
     except (TypeError, ValueError, ImportError) as error:  # the last for a missing package
-        message = as_sent(str(error).replace("`sampling_params.", "`"), names)
+        message = as_sent(str(error), names)
         raise RefusedError(400, message) from error
     except RecursionError as error:
         raise RefusedError(400, "a field of the body is nested too deeply") from error
@@ -60,14 +60,19 @@ def raise_error(output: RequestOutput | EmbeddingRequestOutput) -> None:
         raise RuntimeError(output.error)
 
 
+def told(message: str) -> str:
+    """A message without what may be in a value of a client: any number of characters, and
+    surrogates, which no encoding knows.
+    """
+    return message[:MAX_MESSAGE].encode(errors="replace").decode()
+
+
 def error_body(status: int, message: str) -> dict[str, Any]:
     """OpenAI's object for an error, with the values of vLLM; `param` is the field that is named."""
     named = re.match(r"`([\w.]+)", message)
     kind = NAMES.get(status, NAMES[400])
     param = named[1] if named else None
-    # It may show a value of any length, with surrogates that no encoding knows.
-    message = message[:MAX_MESSAGE].encode(errors="replace").decode()
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": told(message), "type": kind, "param": param, "code": status}}
 
 
 def error_response(status: int, message: str) -> JSONResponse:

@@ -43,6 +43,7 @@ class Guard:
         self._digests = [_digest(key.encode(errors="surrogateescape")) for key in keys]
         self.is_draining, self.num_open = False, 0
         self._watches: set[asyncio.Future[None]] = set()  # of clients with open requests
+        self._readers: set[asyncio.Future[bytes | None]] = set()  # of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -81,6 +82,11 @@ class Guard:
         finally:
             self.num_open -= 1
 
+    def stop_reading(self) -> None:
+        """End requests whose bodies are not there yet."""
+        for task in self._readers:
+            task.cancel()
+
     def stop(self) -> None:
         """End all open requests."""
         for task in self._watches:
@@ -98,16 +104,16 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > MAX_BODY:
             raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > MAX_BODY:
-                raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
-            if not message.get("more_body", False):
-                return bytes(body)
+        reader = asyncio.ensure_future(_read(receive))
+        self._readers.add(reader)
+        try:
+            await asyncio.wait({reader})
+        finally:
+            self._readers.discard(reader)
+            reader.cancel()
+        if reader.cancelled():
+            raise RefusedError(503, ENDING)
+        return reader.result()
 
     def _check_host(self, headers: Headers) -> None:
         host = headers.get("host", "").lower()
@@ -156,3 +162,17 @@ class Guard:
 def _digest(key: bytes) -> bytes:
     """A digest of a key: as long as any other's, and no part of the key."""
     return hashlib.sha256(key).digest()
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """The body of a request; None if its client has gone."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY:
+            raise RefusedError(413, TOO_LARGE.format(MAX_BODY))
+        if not message.get("more_body", False):
+            return bytes(body)

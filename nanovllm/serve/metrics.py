@@ -1,8 +1,10 @@
 """Counters and histograms for dashboards, under vLLM's names, in Prometheus' text format 0.0.4
 (https://prometheus.io/docs/instrumenting/exposition_formats).
 
-Requests are counted when they end, by the times of their outputs. In `inter_token_latency_seconds`
-each token but the first counts with the mean of its request: sum and count are exact.
+The time to the first token is counted when it comes, by a clock of the server. Other times are
+those of outputs, counted when requests end. In `inter_token_latency_seconds` each token but the
+first counts with the mean of its request: sum and count are exact. No value of requests has
+embeddings.
 """
 
 from bisect import bisect_left
@@ -10,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,26 +61,41 @@ class Distribution:
 
 
 class ServerMetrics:
-    """What a server has seen. The name of the model is a label of all values."""
+    """What a server has seen.
 
-    def __init__(self, model: str) -> None:
+    Args:
+        model: name of the model, a label of all values.
+        max_model_len: the most tokens of a request; higher limits count as this one.
+    """
+
+    def __init__(self, model: str, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._labels = f'model_name="{escaped}",engine="0"'
         self._ends: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._found = {name: Distribution(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
 
-    def count(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Count the completions that end with an output, and the request if it ends."""
-        for part in output.outputs:
-            if part.finish_reason is not None:
-                self._ends[part.finish_reason] += 1
-        times = output.metrics
-        if times is None:
-            return
+    def count_first(self, seconds: float) -> None:
+        """Count a request that has its first token after this time."""
+        self._found["time_to_first_token_seconds"].add(seconds)
+
+    def count(self, output: RequestOutput, params: SamplingParams) -> int:
+        """Count the completions that end with an output, and the request if it ends. Returns the
+        number of those completions.
+        """
+        ends = [part.finish_reason for part in output.outputs if part.finish_reason is not None]
+        for reason in ends:
+            self._ends[reason] += 1
+        if output.metrics is not None:
+            self._count_request(output, output.metrics, params)
+        return len(ends)
+
+    def _count_request(
+        self, output: RequestOutput, times: RequestMetrics, params: SamplingParams
+    ) -> None:
         num_tokens = times.num_decode_tokens + params.n
         decode = times.total_seconds - times.first_token_seconds
         values = {
-            "time_to_first_token_seconds": times.first_token_seconds,
             "e2e_request_latency_seconds": times.total_seconds,
             "request_queue_time_seconds": times.queue_seconds,
             "request_prefill_time_seconds": times.first_token_seconds - times.queue_seconds,
@@ -89,7 +106,7 @@ class ServerMetrics:
             "request_params_n": params.n,
         }
         if params.max_tokens is not None:
-            values["request_params_max_tokens"] = params.max_tokens
+            values["request_params_max_tokens"] = min(params.max_tokens, self._max_model_len)
         if times.seconds_per_token is not None:
             values["request_time_per_output_token_seconds"] = times.seconds_per_token
             between = self._found["inter_token_latency_seconds"]
@@ -97,9 +114,9 @@ class ServerMetrics:
         for name, value in values.items():
             self._found[name].add(value)
 
-    def count_abort(self) -> None:
-        """Count a request whose client has gone."""
-        self._ends["abort"] += 1
+    def count_aborts(self, count: int) -> None:
+        """Count completions whose client has gone."""
+        self._ends["abort"] += count
 
     def page(self, engine: Mapping[str, Any], num_refused: int) -> str:
         """All values, with those of `LLM.metrics`, and the number of requests refused because too

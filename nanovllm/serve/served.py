@@ -11,6 +11,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.bodies import Fields
 from nanovllm.serve.errors import RefusedError
 from nanovllm.serve.metrics import ServerMetrics
+from nanovllm.utils.checks import shown
 
 
 class Waiting:
@@ -46,10 +47,15 @@ class Waiting:
 
 
 class Place:
-    """A request's place among those that wait, with `count` sequences."""
+    """A request's place among those that wait.
+
+    Attributes:
+        count: its sequences that wait.
+        num_ended: its sequences that have ended.
+    """
 
     def __init__(self, waiting: Waiting) -> None:
-        self._waiting, self.count = waiting, 0
+        self._waiting, self.count, self.num_ended = waiting, 0, 0
 
     def hold(self, count: int) -> None:
         """Wait with so many sequences.
@@ -87,7 +93,8 @@ class Served:
         self, llm: AsyncLLM, names: Sequence[str], max_waiting: int, interval: int
     ) -> None:
         self.llm, self.names, self.interval = llm, names, interval
-        self.waiting, self.metrics = Waiting(max_waiting), ServerMetrics(names[0])
+        self.waiting = Waiting(max_waiting)
+        self.metrics = ServerMetrics(names[0], llm.max_model_len)
 
     async def read(self, request: Request) -> Fields:
         """The fields of a request, without `model`, which is checked.
@@ -98,7 +105,7 @@ class Served:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # forms of web pages elsewhere may send any other
             raise RefusedError(
-                415, f"the header `Content-Type` must be application/json, got {kind!r}"
+                415, f"the header `Content-Type` must be application/json, got {shown(kind)}"
             )
         try:
             body = json.loads(await request.body(), parse_constant=_no_constant)
@@ -113,7 +120,9 @@ class Served:
     def check_model(self, name: Any) -> None:
         """RefusedError unless the model has this name."""
         if name not in self.names:
-            raise RefusedError(404, f"`model` must be one of {', '.join(self.names)}, got {name!r}")
+            raise RefusedError(
+                404, f"`model` must be one of {', '.join(self.names)}, got {shown(name)}"
+            )
 
 
 def _no_constant(name: str) -> None:

@@ -19,9 +19,9 @@ class Server(uvicorn.Server):
 
     Args:
         app: application.
-        listener: socket that is bound, and does not listen yet.
+        listener: socket that listens; who has come before the server runs is answered then.
         grace: seconds for requests that are open.
-        greeting: said on standard error when the server listens, before its address.
+        greeting: said on standard error when the server runs, before its address.
     """
 
     def __init__(self, app: Guard, listener: socket.socket, grace: float, greeting: str) -> None:
@@ -42,7 +42,7 @@ class Server(uvicorn.Server):
         self.run(sockets=[self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Answer, and say so."""
         await super().startup(sockets)
         print(f"{self._greeting} http://{address_of(self._listener)}", file=sys.stderr, flush=True)
 
@@ -53,6 +53,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end; asked ten times a second."""
+        if self._app.is_draining:
+            self._app.stop_reading()
         is_late = time.monotonic() > self._ends_at
         if is_late:
             self._app.stop()
@@ -61,7 +63,8 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address: before a model is loaded, which takes longer.
+    """A socket that listens at an address: before a model is loaded, so that no other server can
+    have the address meanwhile, which sockets share that are bound and do not listen.
 
     Raises:
         ValueError: the address cannot be had.
@@ -72,6 +75,7 @@ def bind(host: str, port: int) -> socket.socket:
         if sys.platform != "win32":  # where it would let two servers share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen()
     except (OSError, OverflowError) as error:
         listener.close()
         raise ValueError(

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -19,6 +20,7 @@ from nanovllm.requests.news import News
 from nanovllm.serve.errors import INTERNAL, RefusedError, last_events, mistakes, raise_error
 from nanovllm.serve.guard import REQUEST_ID
 from nanovllm.serve.served import Place, Served
+from nanovllm.utils.checks import shown
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,20 +49,25 @@ class Texts:
         request_id = request.state.request_id
         with served.waiting.admit() as place:
             fields = await served.read(request)
-            with mistakes(fields.names):
+            with mistakes():
                 answer_id = _take_id(fields) or request_id
                 ask = await read_ask(
                     served.llm, fields, is_chat=self._is_chat, interval=served.interval
                 )
-            place.hold(len(ask.prompts) * ask.params.n)
+            num_choices = len(ask.prompts) * ask.params.n
+            place.hold(num_choices)
             answer = Answer(ask, served.names[0], answer_id, served.llm.tokenizer)
-            async with aclosing(self._news(ask, fields, place)) as news:
-                if ask.streams:
-                    await self._stream(news, answer, request_id, send)
-                else:
-                    whole = answer.whole(await _joined(news, len(ask.prompts)))
-                    response = Response(dumps(whole), media_type="application/json")
-                    await response(scope, receive, send)
+            try:
+                async with aclosing(self._news(ask, fields, place)) as news:
+                    if ask.streams:
+                        await self._stream(news, answer, request_id, send)
+                    else:
+                        whole = answer.whole(await _joined(news, len(ask.prompts)))
+                        response = Response(dumps(whole), media_type="application/json")
+                        await response(scope, receive, send)
+            except asyncio.CancelledError:  # the client has gone, or the server ends
+                served.metrics.count_aborts(num_choices - place.num_ended)
+                raise
 
     async def _stream(
         self,
@@ -78,8 +85,8 @@ class Texts:
 
         first = await anext(news)
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
-        await write(answer.events(*first))
         try:
+            await write(answer.events(*first))
             async for number, output in news:
                 await write(answer.events(number, output))
             end = answer.end()
@@ -102,22 +109,21 @@ class Texts:
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """New outputs of a prompt; all after the first at the end, if the answer is no stream."""
         interval = ask.interval if ask.streams else sys.maxsize
+        metrics, started_at = self._served.metrics, time.perf_counter()
         news = self._served.llm.stream(ask.prompts[number], ask.params, interval=interval)
-        try:
-            async with aclosing(news) as outputs:
-                with mistakes(fields.names):  # which are found before there is any output
-                    output = await anext(outputs)
-                place.release(ask.params.n)
-                while True:
-                    self._served.metrics.count(output, ask.params)
-                    raise_error(output)
-                    yield number, output
-                    if output.finished:
-                        return
-                    output = await anext(outputs)
-        except (asyncio.CancelledError, GeneratorExit):
-            self._served.metrics.count_abort()
-            raise
+        async with aclosing(news) as outputs:
+            with mistakes(fields.names):  # which are found before there is any output
+                output = await anext(outputs)
+            place.release(ask.params.n)
+            if output.error is None:
+                metrics.count_first(time.perf_counter() - started_at)
+            while True:
+                place.num_ended += metrics.count(output, ask.params)
+                raise_error(output)
+                yield number, output
+                if output.finished:
+                    return
+                output = await anext(outputs)
 
 
 def _take_id(fields: Fields) -> str | None:
@@ -126,7 +132,7 @@ def _take_id(fields: Fields) -> str | None:
     if own_id is not None and not (isinstance(own_id, str) and REQUEST_ID.fullmatch(own_id)):
         raise ValueError(
             "`request_id` must be 1 to 128 ASCII letters, digits, underscores, dots or dashes, "
-            f"got {own_id!r}"
+            f"got {shown(own_id)}"
         )
     return own_id
 

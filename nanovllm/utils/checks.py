@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import numbers
+import reprlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -10,15 +11,21 @@ T = TypeVar("T")
 SHOWN = 8  # names listed in an error
 PLAIN = {int, float, bool, str, tuple, dict, type(None)}  # most values, and checked fast
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxdict = SHOWN
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 500  # characters
+_SHORT.maxlevel = 4
+shown = _SHORT.repr  # a value for an error, in part if it is large
+
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
     """Raise unless `value` is an integer (not a bool) in `minimum`..`maximum`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}")
+        raise TypeError(f"`{name}` must be an integer, got {shown(value)}")
     number = int(value)
     if number < minimum or (maximum is not None and number > maximum):
         rule = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        raise ValueError(f"`{name}` must be {rule}, got {value!r}")
+        raise ValueError(f"`{name}` must be {rule}, got {shown(value)}")
 
 
 def check_float(
@@ -29,7 +36,7 @@ def check_float(
     `rule` is the rule in words, if the bounds alone would say too little.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"`{name}` must be a number, got {value!r}")
+        raise TypeError(f"`{name}` must be a number, got {shown(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -38,19 +45,19 @@ def check_float(
         bounds = f" and {minimum:g} to {maximum:g}"
         if maximum == math.inf:
             bounds = "" if minimum == -math.inf else f" and at least {minimum:g}"
-        raise ValueError(f"`{name}` must be {rule or 'finite' + bounds}, got {value!r}")
+        raise ValueError(f"`{name}` must be {rule or 'finite' + bounds}, got {shown(value)}")
 
 
 def check_bool(name: str, value: Any) -> None:
     """Raise unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False, got {value!r}")
+        raise TypeError(f"`{name}` must be True or False, got {shown(value)}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {shown(value)}")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -61,7 +61,7 @@ QWEN3 = """
 HELLO = [{"role": "user", "content": "Hi é"}]
 HELLO_TEXT = "<|im_start|>user\nHi é<|im_end|>\n<|im_start|>assistant\n"
 SPECIAL = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+WEATHER = {"function": {"name": "weather", "parameters": {}}, "type": "function"}
 
 
 def weather(city: str) -> str:
@@ -415,7 +415,7 @@ REFUSED = [
             *({"messages": [{"role": "user", "content": content}]}, TypeError),
             f'`messages[0]["content"]` must be a string or a list of parts, got {content!r}',
         )
-        for content in (5, b"Hi", {"type": "text", "text": "Hi"})
+        for content in (5, b"Hi", {"text": "Hi", "type": "text"})
     ),
     *(
         ({"messages": [USER, {"role": "assistant", "content": "Ho", **fields}]}, error, reason)

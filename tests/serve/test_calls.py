@@ -10,6 +10,7 @@ from nanovllm.openai.calls import Splitter
 from nanovllm.openai.tools import cut_calls_as_text
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TURNED = '<tool_call>{"arguments": {}, "name": "g"}'
 KINDS = [(False, False, True), (True, False, True), (True, True, True), (True, False, False)]
 
 
@@ -59,6 +60,10 @@ def read(pieces, may_reason=True, is_reasoning=False, may_call=True):
             'Well.\n\n<tool_call>\n{"name": "f", "arguments": {"x": [1',
             *("Well.", "", [["f", '{"x": [1']]),
         ),
+        # A tag at its end that was cut is no text.
+        *[(f"a{CALL[:-cut]}", "a", "", [["f", '{"x": 1}']]) for cut in (1, 6, 11, 12)],
+        *[(f"a{TURNED}</tool_call>"[:-cut], "a", "", [["g", "{}"]]) for cut in (1, 11, 12)],
+        ("<think>hm\n</thi", "", "hm\n", []),
         ('<tool_call>{"name":"f","arguments":{"x": "\\', "", "", [["f", '{"x": "\\']]),
         # Arguments are the text of the model, JSON or not, up to their last brace.
         (

@@ -1,7 +1,6 @@
 """What a server refuses, whom it watches, and how it ends."""
 
 import asyncio
-import contextlib
 import http.client
 import json
 import os
@@ -26,12 +25,14 @@ from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
 from nanovllm.cli.serve import names_of
 from nanovllm.openai import asks
+from nanovllm.openai.bodies import Fields
 from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, Mistake, RequestOutput
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.serve import guard
 from nanovllm.serve.errors import RefusedError, raise_error
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
 from nanovllm.serve.served import Waiting
+from nanovllm.serve.server import bind
 from nanovllm.serve.texts import merge
 
 ENGINE_VALUES = [key for known in (COUNTERS, GAUGES) for key, _ in known.values()]
@@ -407,9 +408,19 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         ("/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "without `stream`"),
         ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "`logprobs` must be"),
         (CHAT, {"messages": ASK, "max_completion_tokens": 0}, 400, "`max_completion_tokens` must"),
+        (
+            CHAT,
+            {"messages": ASK, "chat_template_kwargs": {"messages": []}},
+            400,
+            "`chat_template_kwargs` must hold variables",
+        ),
         (CHAT, {"messages": ASK, "max_tokens": 0}, 400, "`max_tokens` must"),
         (CHAT, {"messages": ASK, "max_tokens": False}, 400, "`max_tokens` must be an integer"),
         (CHAT, {"messages": ASK, **LOGPROBS, "top_logprobs": 21}, 400, "`top_logprobs` must be"),
+        (CHAT, {"messages": ASK, "top_logprobs": 2}, 400, "`top_logprobs` needs `logprobs` true"),
+        (CHAT, {"messages": ASK, "logprobs": 1, "top_logprobs": 2}, 400, "`logprobs` must be True"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, 400, "`messages` must"),
+        ("/v1/embeddings", {"input": [1] * 600}, 400, "`input` must"),
         ("/v1/completions", {"prompt": MANY, **PROMPT_LOGPROBS}, 400, "`prompt_logprobs` must"),
         ("/v1/completions", {"prompt": MANY, **ECHO}, 400, "`logprobs` must be at most"),
         ("/v1/completions", {"prompt": [1] * 262_145}, 400, "at most 262144 token ids"),
@@ -428,6 +439,17 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
             "at most 65,536 characters",
         ),
         (CHAT, {"messages": ASK, "response_format": NO_FORM}, 400, "`response_format` must"),
+        (CHAT, {"messages": ASK, "response_format": {**NO_FORM, "x": 1}}, 400, "_format.x` is not"),
+        (
+            CHAT,
+            {
+                "messages": ASK,
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}},
+            },
+            400,
+            "`response_format.json_schema.x` is not supported",
+        ),
+        (CHAT, {"messages": ASK, "return_sampling_mask": True}, 400, "`return_sampling_mask` must"),
         (
             CHAT,
             {"messages": ASK, "tools": NO_TOOLS, "tool_choice": "required"},
@@ -443,21 +465,33 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         ("/v1/embeddings", {"input": "a", "dimensions": 3}, 400, "`dimensions` 3 is not"),
         ("/v1/embeddings", {"input": "a", "x": 3}, 400, "`x` is not supported for /v1/embeddings"),
         ("/v1/embeddings", {}, 400, "`input` must be given"),
+        ("/tokenize", {"messages": ASK, "tools": [{}]}, 400, "`tools[0]` must be"),
         ("/tokenize", {"prompt": 3}, 400, "`prompt` must be a text"),
         ("/detokenize", {"tokens": [-1]}, 400, "`tokens` must hold token ids"),
         ("/detokenize", {"tokens": "a"}, 400, "`tokens` must be a list"),
-        ("/v1/responses", {}, 404, "Not Found"),
+        ("/v1/responses", {}, 404, "/v1/models/NAME, /health"),
         ("/health", {}, 405, "Method Not Allowed"),
     ],
 )
-def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place, monkeypatch):
-    monkeypatch.setattr(asks, "MAX_LOGPROBS", 1 << 20)  # what one choice of this model is below
+def test_mistakes_have_a_status_and_a_sentence(path, body, status, says, place, caplog):
     if any(form in str(body) for form in ("regex", "grammar", "nonsense")):
         pytest.importorskip("llguidance")
-    answer = place.post(path, body)
+    caplog.set_level("INFO", "nanovllm.serve")
+    answer = place.post(path, body, **{"X-Request-Id": "mine"})
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
     message = answer.json().get("error", {}).get("message", "")
+    assert ("request mine is refused" in caplog.text) == (status != 200)
     assert any(each in message for each in says.split("|"))
+
+
+def test_large_values_are_shown_in_part(place):
+    """Nobody waits while a mistake of many megabytes is written."""
+    large = [["x" * 100] * 100] * 100
+    for field in ("tools", "tool_choice", "stop", "n", "logprobs", "response_format", "seed"):
+        with pytest.raises((TypeError, ValueError), match=f"`{field}") as caught:
+            fields = Fields({"messages": ASK, field: large})
+            asyncio.run(asks.read_ask(place.llm, fields, is_chat=True, interval=1))
+        assert len(str(caught.value)) < 10_000
 
 
 def test_texts_that_are_too_long_are_not_even_tokenised(place, monkeypatch):
@@ -491,7 +525,12 @@ def test_web_pages_of_others_cannot_ask(place):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("auto"),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, 1e300, "auto"])
+    | st.floats()
+    | st.text(max_size=4),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name"]), inner)
@@ -505,6 +544,7 @@ FIELDS = [
     *("chat_template_kwargs", "reasoning_effort", "truncate_prompt_tokens", "stream_interval"),
     *("encoding_format", "request_id", "prompt_logprobs", "add_special_tokens", "user", "metadata"),
     *("allowed_token_ids", "stop_token_ids", "min_tokens", "logprob_token_ids", "x", "priority"),
+    "max_completion_tokens",
 ]
 GOOD = {
     CHAT: {"messages": ASK, "max_tokens": 2},
@@ -526,10 +566,8 @@ GOOD = {
 def test_no_body_is_a_fault_of_ours(place, path, fields, is_good):
     """Whatever stands in it: an answer, or a sentence about a mistake."""
     body = {**(GOOD[path] if is_good else {}), **fields}
-    if isinstance(body.get("max_tokens"), int):
-        body["max_tokens"] = min(body["max_tokens"], 3)
-    elif path in POSTS[:2]:
-        body["max_tokens"] = 2
+    if path in POSTS[:2] and "max_completion_tokens" not in body:
+        body.setdefault("max_tokens", 2)
     answer = place.post(path, body)
     assert answer.status_code in (200, 400, 404), (answer.text, body)
     if answer.status_code != 200:
@@ -563,6 +601,11 @@ def test_tokens_and_facts(place):
     found = place.post("/tokenize", {"messages": ASK}).json()
     wanted = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
     assert (found["tokens"], found["count"]) == (wanted, len(wanted))
+    asked = {"messages": [*ASK, CUT, *ASK], "tools": NO_TOOLS, "reasoning_effort": "low"}
+    tokens = place.post("/tokenize", asked).json()["tokens"]
+    sent = {**asked, "max_tokens": 1, "return_token_ids": True, "stream": True}
+    [ids, *_] = re.findall(r'"prompt_token_ids":(\[.*?\])', place.post(CHAT, sent).text)
+    assert tokens == json.loads(ids), "those of a chat"
     assert place.post("/detokenize", {"tokens": tokenizer.encode("aé")}).json() == {"prompt": "aé"}
     own_id = place.get("/version", headers={"X-Request-Id": "mine"}).headers["x-request-id"]
     assert own_id == "mine"
@@ -604,11 +647,44 @@ def test_metrics_are_those_that_dashboards_read(tmp_path):
     assert values["vllm:e2e_request_latency_seconds_sum"] == pytest.approx(
         total["mean"] * total["count"]
     )
-    # Prometheus' own reader, where it is installed.
-    with contextlib.suppress(ImportError):
-        from prometheus_client.parser import text_string_to_metric_families
 
-        assert len([*text_string_to_metric_families(answer.text)]) > 20
+
+def test_prometheus_reads_the_metrics(place):
+    parser = pytest.importorskip("prometheus_client.parser", reason="needs the extra `test`")
+    families = [*parser.text_string_to_metric_families(place.get("/metrics").text)]
+    assert {"counter", "gauge", "histogram"} == {family.type for family in families}
+    assert len(families) > 20
+
+
+def test_choices_are_counted_and_no_siblings_of_mistakes():
+    """Whether they end or their clients go; the time to the first token, in any case."""
+    with serving() as place:
+
+        def value(name):
+            page = place.get("/metrics").text
+            return int(re.search(rf"vllm:{name}[^}}]*}} (\d+)", page)[1])
+
+        mistake = {"prompt": ["a", [1] * 600], "max_tokens": 400, "ignore_eos": True}
+        assert place.post("/v1/completions", mistake).status_code == 400
+        assert value('request_success_total.*finished_reason="abort"') == 0
+        body = {"prompt": ["a", "b"], "n": 2, "stream": True, **LONG, "temperature": 1}
+        connection = raw_request(place, body, "/v1/completions")
+        assert connection.recv(4) == b"HTTP"
+        connection.close()
+        while place.app.num_open:
+            assert place.get("/version").status_code == 200
+        ends = [f'request_success_total.*finished_reason="{end}"' for end in ("abort", "length")]
+        assert sum(map(value, ends)) == 4 and value(ends[0]) > 0
+        assert value("time_to_first_token_seconds_count") > 0
+
+
+def test_a_limit_counts_as_the_models_at_most():
+    with serving() as place:
+        for most in (10**400, 1e300):
+            answer = place.post(CHAT, {"messages": ASK, "temperature": 0, "max_tokens": most})
+            assert answer.json()["choices"][0]["message"]["content"] == "472"
+        page = place.get("/metrics").text
+    assert re.search(r"params_max_tokens_sum\S+ (\S+)", page)[1] == "1024.0"
 
 
 def test_fields_of_vllm_are_read(place):
@@ -645,7 +721,7 @@ def test_fields_of_vllm_are_read(place):
 
 def test_models_with_other_names_have_labels_that_can_be_read():
     name = 'a"b\\c'
-    page = ServerMetrics(name).page(dict.fromkeys(ENGINE_VALUES, 0), 0)
+    page = ServerMetrics(name, 512).page(dict.fromkeys(ENGINE_VALUES, 0), 0)
     assert 'model_name="a\\"b\\\\c"' in page
 
 
@@ -663,6 +739,21 @@ def test_health_says_when_the_engine_is_dead(monkeypatch):
         assert "RuntimeError" not in message and "closed" not in message
 
 
+@pytest.mark.parametrize("error", [ValueError, TypeError, ImportError, RecursionError])
+def test_a_fault_of_the_engine_is_no_mistake_of_the_client(error, place, monkeypatch, caplog):
+    """Whatever its type; and the log has it."""
+
+    def failing(_):
+        raise error("`x` of ours")
+
+    monkeypatch.setattr(_Jobs, "step", failing)
+    for path in POSTS[:3]:
+        answer = place.post(path, GOOD[path], **{"X-Request-Id": "mine"})
+        assert (answer.status_code, "of ours" in answer.text) == (500, False)
+        assert "request mine has failed" in caplog.text and "`x` of ours" in caplog.text
+        caplog.clear()
+
+
 def test_a_server_that_drains_refuses_and_ends_when_all_have_answers(monkeypatch):
     with serving(overlap=False, grace=PATIENCE) as place, ThreadPoolExecutor(1) as pool:
         steps = Steps(monkeypatch)
@@ -675,6 +766,20 @@ def test_a_server_that_drains_refuses_and_ends_when_all_have_answers(monkeypatch
         assert not first.done()
         steps.let_any()
         assert first.result(PATIENCE).json()["choices"][0]["message"]["content"] == "472"
+
+
+def test_who_has_sent_half_a_body_is_not_waited_for():
+    with serving(grace=PATIENCE) as place:
+        connection = http.client.HTTPConnection(place.url.removeprefix("http://"), timeout=PATIENCE)
+        connection.putrequest("POST", CHAT)
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b"{")
+        while not place.app.num_open:
+            assert place.server.started
+        place.server.handle_exit(signal.SIGTERM, None)
+        answer = connection.getresponse()
+        assert answer.status == 503 and answer.getheader("retry-after")
+        connection.close()
 
 
 def test_after_the_grace_open_requests_end(monkeypatch):
@@ -740,7 +845,7 @@ def test_the_command_drains_at_a_signal(number):
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert process.wait(PATIENCE) == 0
-        assert process.stderr.read() == ""
+        assert [line for line in process.stderr if "CPU contention" not in line] == []
     finally:
         process.kill()
         process.stderr.close()
@@ -752,11 +857,13 @@ def test_what_the_command_refuses_before_a_model_is_loaded(monkeypatch, capsys):
         pytest.fail("a model was loaded")
 
     monkeypatch.setattr(AsyncLLM, "__init__", never)
-    with socket.create_server(("127.0.0.1", 0)) as other:
+    with bind("127.0.0.1", 0) as other:  # of a server that loads its model
         assert main(["serve", "--port", str(other.getsockname()[1])]) == 2
     assert "must be an address of this machine that is free" in capsys.readouterr().err
     assert main(["serve", "--port", "0", "--api-key", ""]) == 2
     assert "`--api-key` must not be empty" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--host", ""]) == 2
+    assert "`--host` must not be empty" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["serve", "--port", "99999"])
     assert "between 0 and 65535" in capsys.readouterr().err
@@ -770,7 +877,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["serve"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and 'pip install "nanovllm[serve]"' in said
+    assert said.count("\n") == 1 and 'pip install "starlette>=0.40" "uvicorn>=0.29"' in said
 
 
 def test_who_listens_beyond_this_machine_without_a_key_is_told(monkeypatch, capsys):

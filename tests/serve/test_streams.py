@@ -12,6 +12,7 @@ from http_server import ASK, serving
 from nanovllm import TINY, StructuredOutputsParams
 from nanovllm.async_llm import _Jobs
 from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.openai.answers import Answer
 from nanovllm.openai.tools import calls_form, reasoning_rule, with_reasoning
 from nanovllm.sampling.structured_output import GrammarCompiler
 
@@ -141,6 +142,22 @@ def test_an_error_in_a_stream(place, monkeypatch):
     assert found.startswith('data: {"id"')
     answer = place.post("/v1/chat/completions", {"messages": ASK, "temperature": 0}).json()
     assert answer["choices"][0]["message"]["content"] == "472", "the engine goes on"
+
+
+@pytest.mark.parametrize("piece", [1, 2])
+def test_an_error_while_an_event_is_written(piece, place, monkeypatch):
+    """Also the first: the stream ends as it does by any other fault."""
+    events, written = Answer.events, []
+
+    def failing(*args):
+        written.append(1)
+        if len(written) == piece:
+            raise KeyError("of ours")
+        return events(*args)
+
+    monkeypatch.setattr(Answer, "events", failing)
+    found = stream(place, "/v1/chat/completions", {"messages": ASK})
+    assert '"code":500' in found and found.endswith("}}\n\ndata: [DONE]\n\n")
 
 
 # -- reasoning ------------------------------------------------------------------------------------
