@@ -83,7 +83,7 @@ def make_image_prompts(
 
 
 def _fetch(config: Config) -> Callable[[str, str], bytes] | None:
-    """What fetches images; None: nothing does."""
+    """The function that fetches images; None without allowed hosts."""
     if not config.allowed_media_domains:
         return None
     from nanovllm.images.fetching import Fetcher  # with ssl

@@ -118,8 +118,8 @@ class WaitingCore(Core[Any]):
     def with_images(
         self, checked: list[CheckedRequest | Refusal]
     ) -> list[CheckedRequest | Refusal]:
-        """The same prompts with their images ready, or with the error of one in the place of a
-        prompt. Their memory counts until they are ready.
+        """The same prompts with their images ready; a `Refusal` replaces one with a broken image.
+        Their memory counts until they are ready.
         """
         assert self.is_idle(), "others wait for images"
         found, places = [*checked], {}

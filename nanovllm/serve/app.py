@@ -84,10 +84,13 @@ def _refuse(request: Request, error: Exception) -> Response:
         if error.status_code == 404:
             paths = ", ".join(route.path for route in request.app.routes)
             detail += f": this server has {paths.replace('{name:path}', 'NAME')}"
-        status, headers = error.status_code, error.headers or {}
+        status = error.status_code
+        headers = error.headers or {}
     else:
         assert isinstance(error, RefusedError)
-        status, detail, headers = error.status, str(error), {}
+        status = error.status
+        detail = str(error)
+        headers = {}
     logger.info("request %s is refused (%d): %s", request.state.request_id, status, told(detail))
     response = error_response(status, detail)
     response.headers.update(headers)
