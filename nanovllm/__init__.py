@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import nanovllm.utils.forks  # noqa: F401 (it remembers the process that has imported this)
+import nanovllm.threads.forks  # noqa: F401 (it remembers the process that has imported this)
 from nanovllm import sampling_params
 from nanovllm.outputs import (
     BeamSearchOutput,

@@ -41,14 +41,16 @@ from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.updates.hold import Version
 from nanovllm.updates.updating import Tensors
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.fair_lock import FairLock
+from nanovllm.threads.fair_lock import FairLock
 from nanovllm.utils.options import takes_foreign
+from nanovllm.threads.turn import Turn
 
 Told: TypeAlias = "RequestOutput | BaseException"
 Tell: TypeAlias = "Callable[[Told], _Mailbox | None]"
 T = TypeVar("T")
 
-WAKE_AT_ONCE = 64  # coroutines
+WAKE_AT_ONCE = 16  # coroutines
+TURN_SECONDS = 0.02  # that a loop waits for its turn
 
 
 class AsyncLLM:
@@ -412,27 +414,31 @@ class _Mailbox:
     ) -> None:
         self.loop, self._news, self._interval = loop, news, interval
         self._num_new = interval or 0  # tokens since it was due; the first news is, at once
-        self._is_due = False
+        self._is_due = self._is_told = False
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def tell(self, told: Told) -> "_Mailbox | None":
         """Add news, in the engine's thread. Returns itself if the loop must `wake` the coroutine
-        for it.
+        for it, and does not yet.
         """
         if isinstance(told, BaseException):
             self._error = told
-            return self
-        self._news.add(told)
-        self._num_new += sum(len(part.token_ids) for part in told.outputs)
-        is_enough = self._interval is not None and self._num_new >= self._interval
-        if not (is_enough or told.finished):
+        else:
+            self._news.add(told)
+            self._num_new += sum(len(part.token_ids) for part in told.outputs)
+            is_enough = self._interval is not None and self._num_new >= self._interval
+            if not (is_enough or told.finished):
+                return None
+            self._num_new, self._is_due = 0, True  # after the news: it is there when it is due
+        if self._is_told:
             return None
-        self._num_new, self._is_due = 0, True  # after the news: it is there when it is due
+        self._is_told = True
         return self
 
     def wake(self) -> None:
         """Wake the coroutine, in its loop."""
+        self._is_told = False  # before it looks: what comes later is told again
         if self._waiter is not None and not self._waiter.done():  # it waits, and is not cancelled
             self._waiter.set_result(None)
 
@@ -450,14 +456,46 @@ class _Mailbox:
             await self._waiter
 
 
-def _wake(loop: asyncio.AbstractEventLoop, mailboxes: "deque[_Mailbox]") -> None:
-    """Wake coroutines, a few at a time: others get a turn in between, and the objects of those
-    woken are gone before the next ones' (see `nanovllm.requests.news`).
+class _Waker:
+    """Wakes the coroutines of a loop that have news.
+
+    A few at a time: others get a turn in between, and the objects of those woken are gone before
+    the next ones' (see `nanovllm.requests.news`). While it is the engine's turn, it waits; then
+    the engine's steps do not, and a coroutine takes the news of several of them if the loop is
+    late.
+
+    Args:
+        turn: turn of the engine.
+
+    Attributes:
+        told: mailboxes of coroutines that are to be woken. The engine's thread appends to it.
     """
-    for _ in range(min(len(mailboxes), WAKE_AT_ONCE)):
-        mailboxes.popleft().wake()
-    if mailboxes:
-        loop.call_soon(_wake, loop, mailboxes)
+
+    def __init__(self, turn: Turn) -> None:
+        self.told: deque[_Mailbox] = deque()
+        self._turn, self._is_called = turn, False
+
+    def call(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the loop wake them, unless it does already.
+
+        Raises:
+            RuntimeError: if the loop has been closed.
+        """
+        if loop.is_closed():  # with calls that will not come, perhaps
+            raise RuntimeError("the loop is closed")
+        if self.told and not self._is_called:
+            self._is_called = True
+            loop.call_soon_threadsafe(self._wake, loop)
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._turn.wait(TURN_SECONDS)
+        for _ in range(min(len(self.told), WAKE_AT_ONCE)):
+            self.told.popleft().wake()
+        if self.told:
+            loop.call_soon(self._wake, loop)
+        else:
+            self._is_called = False
+            self.call(loop)  # what the engine's thread has appended before it could see that
 
 
 class _Jobs:
@@ -472,7 +510,8 @@ class _Jobs:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._ids: dict[Tell, int] = {}
-        self._told: dict[asyncio.AbstractEventLoop, deque[_Mailbox]] = {}  # told but not woken
+        self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker]
+        self._wakers = weakref.WeakKeyDictionary()
         self._has_device = llm._describe()["device"] != "cpu"  # else a launch is the step itself
         if self._has_device:
             llm.core.meanwhile = self._wake
@@ -527,16 +566,19 @@ class _Jobs:
     def _tell(self, tell: Tell, told: Told) -> None:
         mailbox = tell(told)
         if mailbox is not None:
-            self._told.setdefault(mailbox.loop, deque()).append(mailbox)
+            waker = self._wakers.get(mailbox.loop)
+            if waker is None:
+                waker = self._wakers[mailbox.loop] = _Waker(self.llm.core.turn)
+            waker.told.append(mailbox)
 
     def _wake(self) -> None:
         """Have each loop wake the coroutines that have news."""
-        while self._told:
-            loop, mailboxes = self._told.popitem()
+        for loop, waker in list(self._wakers.items()):
             try:
-                loop.call_soon_threadsafe(_wake, loop, mailboxes)
+                waker.call(loop)
             except RuntimeError:  # the loop has been closed: nobody listens
-                tells = [mailbox.tell for mailbox in mailboxes]
+                del self._wakers[loop]
+                tells = [mailbox.tell for mailbox in waker.told]
                 left = {self._ids.pop(tell) for tell in tells if tell in self._ids}
                 self.llm.core.abort_later(left)  # not now: this may be in a step
 

@@ -90,7 +90,8 @@ class WaitingCore(Core[Any]):
         self._ended = 0  # requests that had ended when memory was last released
         super().__init__()
         self.requests: MutableMapping[int, Any] = ChainMap(self._waiting, core.requests)  # type: ignore[assignment]
-        self.finished, self.metrics = core.finished, core.metrics
+        self.finished, self.metrics, self.turn = core.finished, core.metrics, core.turn
+        preparation.turn = core.turn
 
     def make(
         self,

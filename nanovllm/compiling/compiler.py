@@ -25,7 +25,7 @@ from nanovllm.compiling.mends import mend
 from nanovllm.compiling.server import Job, hash_triton
 from nanovllm.utils import cgroup
 from nanovllm.utils.device import capturing
-from nanovllm.utils.interrupts import uninterrupted
+from nanovllm.threads.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 

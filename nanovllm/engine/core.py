@@ -14,6 +14,7 @@ from nanovllm.requests.request import CheckedRequest, Refusal
 from nanovllm.requests.text import Decoder
 from nanovllm.tracing.metrics import Metrics
 from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
+from nanovllm.threads.turn import Turn
 
 
 class AnyRequest(Protocol):
@@ -41,6 +42,8 @@ class Core(ABC, Generic[R]):
             aborting is unsafe.
         meanwhile: is called in each step before the wait for its results: what it does, in whatever
             thread, goes on while the device computes.
+        turn: is the engine's while a step prepares or books work of a device that computes
+            meanwhile, and the others' while it waits.
         is_held: whether nothing is computed until `release`.
         weight_version: version of the weights, see `LLM.update_weights`.
     """
@@ -54,6 +57,7 @@ class Core(ABC, Generic[R]):
         # deque.append itself, not a wrapper: Ctrl-C can strike on entry to a Python function.
         self.abort_later = self._left.append
         self.meanwhile: Callable[[], None] = lambda: None
+        self.turn = Turn()
         self.is_held = False
         self.weight_version: int | str = 0
 

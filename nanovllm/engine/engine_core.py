@@ -58,15 +58,20 @@ class EngineCore(Core[Request]):
         self._drop_left()
         if self.timeline is not None:
             self.timeline.begin()
-        scheduled = self._schedule()
-        if scheduled:
-            self._launch(scheduled)
-        self.meanwhile()
-        self._book(leave=self._lookahead if scheduled else 0)
+        self._take_turn()
+        try:
+            scheduled = self._schedule()
+            if scheduled:
+                self._launch(scheduled)
+            self.meanwhile()
+            self._book(leave=self._lookahead if scheduled else 0)
+        finally:
+            self.turn.give()
 
     def hold(self) -> None:
         self._drop_left()
         self._book(leave=0)
+        self.turn.give()
         with self.reset_on_error():
             self._scheduler.compute_all_again()
             self._launching = False
@@ -103,8 +108,10 @@ class EngineCore(Core[Request]):
         """Book the steps in flight, the oldest first, all but `leave`."""
         while len(self.in_flight) > leave:
             step = self.in_flight[0]
+            self.turn.give()
             token_ids = self._executor.wait(step.tokens)
             waited_at = time.perf_counter()
+            self._take_turn()
             with self.reset_on_error():
                 self.in_flight.popleft()
                 if step.tokens.extras is not None:
@@ -119,6 +126,10 @@ class EngineCore(Core[Request]):
             self._drop_unneeded_steps()
             for request in listened:  # last: a listener may call the engine
                 request.tell()
+
+    def _take_turn(self) -> None:
+        if self._lookahead:  # else a launch may be the computation, for which nobody should wait
+            self.turn.take()
 
     def _account(
         self, step: InFlightStep, num_sampled: int, finished: list[Sequence], waited_at: float

@@ -35,7 +35,7 @@ from nanovllm.updates.hold import Hold
 from nanovllm.updates.sleeping import Sleeping
 from nanovllm.updates.updating import NO_ADAPTER, WeightUpdates
 from nanovllm.utils.checks import check_bool, check_int
-from nanovllm.utils.fair_lock import FairLock
+from nanovllm.threads.fair_lock import FairLock
 from nanovllm.utils.options import takes_foreign
 
 logger = logging.getLogger(__name__)

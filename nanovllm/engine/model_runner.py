@@ -24,7 +24,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling.controls import Controls
 from nanovllm.tracing.step_timer import Span, StepTimer
 from nanovllm.utils.arrays import Int32
-from nanovllm.utils.cpu_wait import CpuWait
+from nanovllm.threads.cpu_wait import CpuWait
 from nanovllm.utils.device import capturing, computing_on, wait_for_device
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,12 @@ from nanovllm.images.picture import PlacedPicture, SizedPicture
 from nanovllm.images.processor import ImageProcessor
 from nanovllm.outputs import Mistake
 from nanovllm.utils.cgroup import cpus
+from nanovllm.threads.turn import Turn
 
 MAX_BYTES = 4 * 2**30  # of images that are prepared or being prepared, and of pictures being read
 MAX_THREADS = 32
-AHEAD = 2  # pictures given to the threads, for each of them
+AHEAD = 8  # pictures given to the threads, for each of them
+TURN_SECONDS = 0.05  # that a thread waits for its turn
 
 
 class Prepared(NamedTuple):
@@ -109,6 +111,7 @@ class Preparation:
         waiting_bytes: memory of encoded data whose pictures no thread has had. It is there before
             any thread can do something about it, so it is counted apart: see `has_room`.
         note: function that is called with each picture that has been prepared.
+        turn: threads wait for theirs before they read a picture and before they resize it.
         admitted: requests that have been taken as ready, and not released.
     """
 
@@ -120,6 +123,7 @@ class Preparation:
         self._max_bytes = max_bytes
         self.counts, self.held_bytes, self.waiting_bytes = PreparationCounts(), 0, 0
         self.note: Callable[[Prepared], None] = lambda prepared: None
+        self.turn = Turn()
         self._threads: ThreadPoolExecutor | None = None  # started for the first picture
         self._done: queue.SimpleQueue[tuple[_Job, Prepared]] = queue.SimpleQueue()
         self._has_done = threading.Event()
@@ -264,7 +268,7 @@ class Preparation:
         self._hold(job, sized.cost)
         job.is_running = True
         self._num_running += 1
-        self._threads.submit(_prepare, sized, self._processor).add_done_callback(tell)
+        self._threads.submit(_prepare, sized, self._processor, self.turn).add_done_callback(tell)
 
     def _book(self, job: _Job, prepared: Prepared) -> None:
         self._num_running -= 1
@@ -306,15 +310,18 @@ def _has_failed(job: _Job) -> bool:
     return job.prepared is not None and job.prepared.image is None
 
 
-def _prepare(sized: SizedPicture, processor: ImageProcessor) -> Prepared:
+def _prepare(sized: SizedPicture, processor: ImageProcessor, turn: Turn) -> Prepared:
     """Read and resize a picture, in a thread. Any error is that of the picture's requests."""
     from nanovllm.images.resizing import resize
 
+    turn.wait(TURN_SECONDS)
     began_at = time.perf_counter()
     image: Image | None = None
     error: str | None = None
     try:
-        pixels = resize(sized.picture.read(), sized.height, sized.width, processor.resample)
+        pixels = sized.picture.read()
+        turn.wait(TURN_SECONDS)
+        pixels = resize(pixels, sized.height, sized.width, processor.resample)
         image = Image.of(pixels, processor.patch_size, sized.num_tokens)
     except ValueError as refused:
         error = Mistake(refused)

@@ -20,7 +20,7 @@ from nanovllm.replicas.remote_request import MAX_LOSSES, Order, RemoteRequest
 from nanovllm.replicas.supervisor import Replicas
 from nanovllm.tracing.metrics import Latencies, Metrics
 from nanovllm.tracing.timeline import ENGINE, Process, Write
-from nanovllm.utils.interrupts import uninterrupted
+from nanovllm.threads.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 

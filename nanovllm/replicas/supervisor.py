@@ -42,7 +42,7 @@ from nanovllm.replicas.messages import (
     Setup,
 )
 from nanovllm.utils.device import device_shares
-from nanovllm.utils.interrupts import uninterrupted
+from nanovllm.threads.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 

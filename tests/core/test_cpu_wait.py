@@ -13,8 +13,8 @@ import torch
 
 from faults import wait_until
 from nanovllm import LLM, TINY, SamplingParams
-from nanovllm.utils import cpu_wait
-from nanovllm.utils.cpu_wait import PAUSE, PERIOD, SHARE, CpuWait, seconds_waited
+from nanovllm.threads import cpu_wait
+from nanovllm.threads.cpu_wait import PAUSE, PERIOD, SHARE, CpuWait, seconds_waited
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from faults import DEADLINE, wait_until, within_deadline
-from nanovllm.utils import fair_lock
-from nanovllm.utils.fair_lock import FairLock
+from nanovllm.threads import fair_lock
+from nanovllm.threads.fair_lock import FairLock
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from nanovllm.utils.interrupts import uninterrupted
+from nanovllm.threads.interrupts import uninterrupted
 
 
 def interrupt() -> None:

@@ -34,7 +34,7 @@ def child(sets=False):
         return
     faulthandler.dump_traceback_later(60, exit=True)  # a hang becomes a failure
     warnings = []
-    logger = logging.getLogger("nanovllm.utils.forks")
+    logger = logging.getLogger("nanovllm.threads.forks")
     logger.addFilter(lambda record: warnings.append(record.getMessage()))
     if sets:
         torch.set_num_threads(3)

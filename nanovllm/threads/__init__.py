@@ -1,0 +1,4 @@
+"""Threads of this process: who goes first, what forks and Ctrl-C must not break, who waits for CPUs.
+
+Every file is a door.
+"""
