@@ -37,13 +37,13 @@ from nanovllm.requests.inputs import most_characters
 from nanovllm.requests.news import AllNews, News
 from nanovllm.sampling.structured_output import Grammar
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.threads.fair_lock import FairLock
+from nanovllm.threads.turn import Turn
 from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.updates.hold import Version
 from nanovllm.updates.updating import Tensors
 from nanovllm.utils.checks import check_int
-from nanovllm.threads.fair_lock import FairLock
 from nanovllm.utils.options import takes_foreign
-from nanovllm.threads.turn import Turn
 
 Told: TypeAlias = "RequestOutput | BaseException"
 Tell: TypeAlias = "Callable[[Told], _Mailbox | None]"

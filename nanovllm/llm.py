@@ -16,7 +16,7 @@ from nanovllm.arrivals.waiting_core import Make, WaitingCore
 from nanovllm.config import FOREIGN_ARGUMENTS
 from nanovllm.engine.assembly import AnyExecutor, Parts
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.images.preparation import MAX_BYTES, Preparation
+from nanovllm.images.preparation import BESIDE, MAX_BYTES, Preparation
 from nanovllm.images.prompts import NoImages
 from nanovllm.outputs import (
     BeamSearchOutput,
@@ -86,8 +86,14 @@ class LLM(Updatable, LLMEngine):
         if isinstance(self.image_prompts, NoImages):
             return parts
         memory = min(MAX_BYTES, available_cpu_memory() // 4)
-        preparation = Preparation(self.image_prompts.processor, max_bytes=memory)
-        core = WaitingCore(parts.core, parts.intake, make, preparation)
+        preparation = Preparation(
+            self.image_prompts.processor,
+            num_beside=BESIDE * self.config.data_parallel_size,
+            max_bytes=memory,
+        )
+        core = WaitingCore(
+            parts.core, parts.intake, make, preparation, self.config.max_num_batched_tokens
+        )
         return parts._replace(core=core, make=core.make)
 
     @takes_foreign(FOREIGN_ARGUMENTS)

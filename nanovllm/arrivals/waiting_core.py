@@ -77,13 +77,19 @@ class WaitingCore(Core[Any]):
         intake: intake of the engine.
         make: makes requests for `core`.
         preparation: prepares images.
+        max_num_batched_tokens: maximum number of tokens of a step.
     """
 
     def __init__(
-        self, core: Core[Any], intake: Intake, make: Make, preparation: Preparation
+        self,
+        core: Core[Any],
+        intake: Intake,
+        make: Make,
+        preparation: Preparation,
+        max_num_batched_tokens: int,
     ) -> None:
         self._core, self._intake, self._make = core, intake, make
-        self._preparation = preparation
+        self._preparation, self._max_num_batched_tokens = preparation, max_num_batched_tokens
         self._waiting: dict[int, WaitingRequest] = {}
         self._failed: list[WaitingRequest] = []  # with listeners, which have not been told
         self._events = ImageEvents()  # of a recording
@@ -91,7 +97,6 @@ class WaitingCore(Core[Any]):
         super().__init__()
         self.requests: MutableMapping[int, Any] = ChainMap(self._waiting, core.requests)  # type: ignore[assignment]
         self.finished, self.metrics, self.turn = core.finished, core.metrics, core.turn
-        preparation.turn = core.turn
 
     def make(
         self,
@@ -163,7 +168,7 @@ class WaitingCore(Core[Any]):
         """Queue what is ready."""
         if not self._waiting and not self._preparation.is_running:
             return
-        for ready in self._preparation.take_ready():
+        for ready in self._preparation.take_ready(self._max_num_batched_tokens):
             request = self._waiting.pop(ready.request_id)
             if ready.error is None:
                 checked = request.checked._replace(images=ready.images, pictures=())

@@ -23,9 +23,9 @@ import torch
 from nanovllm.compiling.absent_gpu import Target
 from nanovllm.compiling.mends import mend
 from nanovllm.compiling.server import Job, hash_triton
+from nanovllm.threads.interrupts import uninterrupted
 from nanovllm.utils import cgroup
 from nanovllm.utils.device import capturing
-from nanovllm.threads.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 

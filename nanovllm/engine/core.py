@@ -12,9 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.request import CheckedRequest, Refusal
 from nanovllm.requests.text import Decoder
+from nanovllm.threads.turn import Turn
 from nanovllm.tracing.metrics import Metrics
 from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
-from nanovllm.threads.turn import Turn
 
 
 class AnyRequest(Protocol):

@@ -34,9 +34,9 @@ from nanovllm.sampling.control_table import ControlTable, LastTokens
 from nanovllm.sampling.controls import Controls
 from nanovllm.scheduling.encoder_cache import Encoding, encoding_of
 from nanovllm.startup.builder import Builder
-from nanovllm.utils.device import host_array, resolve_device
 from nanovllm.threads.forks import check_threads
 from nanovllm.threads.interrupts import uninterrupted
+from nanovllm.utils.device import host_array, resolve_device
 from nanovllm.utils.modes import without_modes
 
 

@@ -29,13 +29,13 @@ from nanovllm.requests.intake import OnError
 from nanovllm.requests.request import CheckedRequest, Listener, Refusal
 from nanovllm.sampling.structured_output import Grammar, GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.threads.fair_lock import FairLock
 from nanovllm.tracing.metrics import Progress
 from nanovllm.tracing.recorder import DEFAULT_PATH, Recorder, engine_facts
 from nanovllm.updates.hold import Hold
 from nanovllm.updates.sleeping import Sleeping
 from nanovllm.updates.updating import NO_ADAPTER, WeightUpdates
 from nanovllm.utils.checks import check_bool, check_int
-from nanovllm.threads.fair_lock import FairLock
 from nanovllm.utils.options import takes_foreign
 
 logger = logging.getLogger(__name__)

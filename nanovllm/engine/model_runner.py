@@ -22,9 +22,9 @@ from nanovllm.graphs.step_graphs import StepGraphs
 from nanovllm.layers.weights.quantized import held_in
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling.controls import Controls
+from nanovllm.threads.cpu_wait import CpuWait
 from nanovllm.tracing.step_timer import Span, StepTimer
 from nanovllm.utils.arrays import Int32
-from nanovllm.threads.cpu_wait import CpuWait
 from nanovllm.utils.device import capturing, computing_on, wait_for_device
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,9 @@
 """`Preparation`: threads that read and resize the images of waiting requests, ahead of their turn.
 
-Pillow and PyTorch let other threads run meanwhile. One thread, the engine's, calls the methods; the
-others run `_prepare` alone. Imports torch only in these.
+Pillow and PyTorch let other threads run meanwhile, but not always: with many of them, the engine's
+waits for Python's lock at each operator, and the device for it. So a few go on beside the engine,
+and the others help while it has nothing to do but to wait for them. One thread, the engine's, calls
+the methods; the others run `_prepare` alone. Imports torch only in these.
 """
 
 import os
@@ -18,13 +20,14 @@ from nanovllm.images.image import Image, PlacedImage
 from nanovllm.images.picture import PlacedPicture, SizedPicture
 from nanovllm.images.processor import ImageProcessor
 from nanovllm.outputs import Mistake
+from nanovllm.threads.interrupts import uninterrupted
 from nanovllm.utils.cgroup import cpus
-from nanovllm.threads.turn import Turn
 
 MAX_BYTES = 4 * 2**30  # of images that are prepared or being prepared, and of pictures being read
 MAX_THREADS = 32
-AHEAD = 8  # pictures given to the threads, for each of them
-TURN_SECONDS = 0.05  # that a thread waits for its turn
+BESIDE = 4  # threads that go on while an engine computes
+AHEAD = 8  # pictures given to these, for each of them
+MERGE_SECONDS = 0.1  # that a request whose images are ready waits for others
 
 
 class Prepared(NamedTuple):
@@ -66,6 +69,7 @@ class _Job:
         sized: the picture.
         users: ids of these requests.
         held: bytes counted for it now.
+        helps: whether that is one of the threads that help.
         is_running: whether a thread has it.
         prepared: what became of it; None: nothing yet.
     """
@@ -73,6 +77,7 @@ class _Job:
     sized: SizedPicture
     users: set[int] = field(default_factory=set)
     held: int = 0
+    helps: bool = False
     is_running: bool = False
     prepared: Prepared | None = None
 
@@ -103,6 +108,7 @@ class Preparation:
     Args:
         processor: processor of the model.
         num_threads: threads; 0: as many as there are processors.
+        num_beside: number of those that go on while the engine computes, at most.
         max_bytes: bound on the memory.
 
     Attributes:
@@ -111,28 +117,33 @@ class Preparation:
         waiting_bytes: memory of encoded data whose pictures no thread has had. It is there before
             any thread can do something about it, so it is counted apart: see `has_room`.
         note: function that is called with each picture that has been prepared.
-        turn: threads wait for theirs before they read a picture and before they resize it.
         admitted: requests that have been taken as ready, and not released.
     """
 
     def __init__(
-        self, processor: ImageProcessor, num_threads: int = 0, max_bytes: int = MAX_BYTES
+        self,
+        processor: ImageProcessor,
+        num_threads: int = 0,
+        num_beside: int = BESIDE,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._processor = processor
         self._num_threads = num_threads or default_threads()
+        self._num_beside = min(num_beside, self._num_threads)
         self._max_bytes = max_bytes
         self.counts, self.held_bytes, self.waiting_bytes = PreparationCounts(), 0, 0
         self.note: Callable[[Prepared], None] = lambda prepared: None
-        self.turn = Turn()
-        self._threads: ThreadPoolExecutor | None = None  # started for the first picture
+        # Those beside the engine, and those that help; started for the first picture.
+        self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
         self._done: queue.SimpleQueue[tuple[_Job, Prepared]] = queue.SimpleQueue()
         self._has_done = threading.Event()
         self._jobs: dict[Hashable, _Job] = {}  # by source and size
         self._queue: deque[_Job] = deque()  # not given to a thread, the oldest first
-        self._num_running = 0
+        self._num_running = [0, 0]  # pictures that threads beside the engine have, and the others
         self._requests: dict[int, tuple[PlacedPicture, ...]] = {}
         self._missing: dict[int, int] = {}  # pictures that a waiting request lacks
         self._ready: deque[int] = deque()
+        self._ready_since = 0.0  # seconds of time.perf_counter, of the first
         self.admitted: set[int] = set()
 
     def add(self, request_id: int, pictures: tuple[PlacedPicture, ...]) -> None:
@@ -144,17 +155,23 @@ class Preparation:
             job.users.add(request_id)
         self._missing[request_id] = sum(job.prepared is None for job in jobs)
         if not self._missing[request_id] or any(map(_has_failed, jobs)):
-            self._ready.append(request_id)
+            self._add_ready(request_id)
         self._start()
 
-    def take_ready(self) -> list[Ready]:
+    def take_ready(self, enough: int = 0) -> list[Ready]:
         """The requests whose images have become ready, in this order. Their memory counts until
         `release`.
+
+        Args:
+            enough: tokens of images that are worth a step. While there are fewer, and more pictures
+                to prepare than threads, requests wait for others, for `MERGE_SECONDS` at most.
         """
         self.book()
         # Text alone gives no memory back, so it does not count as somebody to wait for.
-        is_stuck = not (self.admitted or self._ready or self._num_running)
+        is_stuck = not (self.admitted or self._ready or self.is_running)
         self._start(even_beyond=is_stuck)
+        if self._waits_for_others(enough):
+            return []
         ready = []
         while self._ready:
             request_id = self._ready.popleft()
@@ -170,10 +187,12 @@ class Preparation:
             self._book(*self._done.get())
 
     def wait(self, seconds: float) -> None:
-        """Wait until a picture has been prepared, or this time has passed. Ctrl-C may come here:
-        nothing is changed.
+        """Wait until a picture has been prepared, or this time has passed, while all threads work.
+        Ctrl-C may come here.
         """
-        if self._num_running:
+        with uninterrupted():
+            self._start(all_help=True)
+        if self.is_running:
             self._has_done.wait(seconds)
 
     def release(self, request_ids: Iterable[int]) -> None:
@@ -196,14 +215,15 @@ class Preparation:
     def close(self) -> None:
         """End the threads, and forget everything. May be called again, and used again then."""
         threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(cancel_futures=True)
+        for pool in threads or ():
+            pool.shutdown(cancel_futures=True)
         while not self._done.empty():
             self._done.get()
         books = self._jobs, self._queue, self._requests, self._missing, self._ready, self.admitted
         for book in books:
             book.clear()
-        self._num_running = self.held_bytes = self.waiting_bytes = 0
+        self._num_running = [0, 0]
+        self.held_bytes = self.waiting_bytes = 0
 
     @property
     def has_room(self) -> bool:
@@ -218,9 +238,21 @@ class Preparation:
     @property
     def is_running(self) -> bool:
         """Whether threads have pictures, also those that nobody wants any more."""
-        return self._num_running > 0
+        return any(self._num_running)
 
     # -- the books ------------------------------------------------------------------------------
+
+    def _add_ready(self, request_id: int) -> None:
+        if not self._ready:
+            self._ready_since = time.perf_counter()
+        self._ready.append(request_id)
+
+    def _waits_for_others(self, enough: int) -> bool:
+        if len(self._queue) + sum(self._num_running) <= self._num_threads:
+            return False
+        pictures = (placed for i in self._ready for placed in self._requests.get(i, ()))
+        is_enough = sum(placed.sized.num_tokens for placed in pictures) >= enough
+        return not is_enough and time.perf_counter() < self._ready_since + MERGE_SECONDS
 
     def _job(self, sized: SizedPicture) -> _Job:
         job = self._jobs.get(_key(sized))
@@ -240,23 +272,32 @@ class Preparation:
         self.held_bytes += num_bytes - job.held
         job.held = num_bytes
 
-    def _start(self, even_beyond: bool = False) -> None:
+    def _start(self, even_beyond: bool = False, all_help: bool = False) -> None:
         """Give pictures to the threads while there is memory for them. With `even_beyond` the first
         one needs none.
         """
-        while self._queue and self._num_running < AHEAD * self._num_threads:
+        num_helping = self._num_threads - self._num_beside if all_help else 0
+        while self._queue:
+            helps = self._num_running[True] < num_helping
+            if not helps and self._num_running[False] >= AHEAD * self._num_beside:
+                return
             job = self._queue[0]
             if job.users:
                 fits = self.held_bytes + job.sized.cost <= self._max_bytes
                 if not fits and not even_beyond and self.held_bytes:
                     return
                 even_beyond = False
+                job.helps = helps
                 self._submit(job)
             self._next()
 
     def _submit(self, job: _Job) -> None:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._num_threads, "images")  # images_0 ...
+            others = max(1, self._num_threads - self._num_beside)
+            self._threads = (
+                ThreadPoolExecutor(self._num_beside, "images"),  # images_0 ...
+                ThreadPoolExecutor(others, "images"),
+            )
         done, has_done = self._done, self._has_done
         sized = job.sized
 
@@ -267,11 +308,13 @@ class Preparation:
 
         self._hold(job, sized.cost)
         job.is_running = True
-        self._num_running += 1
-        self._threads.submit(_prepare, sized, self._processor, self.turn).add_done_callback(tell)
+        self._num_running[job.helps] += 1
+        first = self._num_beside if job.helps else 0
+        future = self._threads[job.helps].submit(_prepare, sized, self._processor, first)
+        future.add_done_callback(tell)
 
     def _book(self, job: _Job, prepared: Prepared) -> None:
-        self._num_running -= 1
+        self._num_running[job.helps] -= 1
         job.is_running, job.prepared = False, prepared
         is_kept = prepared.image is not None and job.users
         self._hold(job, job.sized.num_bytes if is_kept else 0)
@@ -282,7 +325,7 @@ class Preparation:
         for request_id in sorted(job.users & self._missing.keys()):
             self._missing[request_id] -= 1
             if not self._missing[request_id] or prepared.image is None:
-                self._ready.append(request_id)
+                self._add_ready(request_id)
 
     def _images(self, request_id: int) -> Ready:
         images = []
@@ -310,22 +353,21 @@ def _has_failed(job: _Job) -> bool:
     return job.prepared is not None and job.prepared.image is None
 
 
-def _prepare(sized: SizedPicture, processor: ImageProcessor, turn: Turn) -> Prepared:
-    """Read and resize a picture, in a thread. Any error is that of the picture's requests."""
+def _prepare(sized: SizedPicture, processor: ImageProcessor, first: int) -> Prepared:
+    """Read and resize a picture, in a thread of a pool whose first has this number. Any error is
+    that of the picture's requests.
+    """
     from nanovllm.images.resizing import resize
 
-    turn.wait(TURN_SECONDS)
     began_at = time.perf_counter()
     image: Image | None = None
     error: str | None = None
     try:
-        pixels = sized.picture.read()
-        turn.wait(TURN_SECONDS)
-        pixels = resize(pixels, sized.height, sized.width, processor.resample)
+        pixels = resize(sized.picture.read(), sized.height, sized.width, processor.resample)
         image = Image.of(pixels, processor.patch_size, sized.num_tokens)
     except ValueError as refused:
         error = Mistake(refused)
     except Exception as failed:  # out of memory, say
         error = f"an image cannot be prepared ({type(failed).__name__}: {failed})"
-    thread = int(threading.current_thread().name.rpartition("_")[2])
+    thread = first + int(threading.current_thread().name.rpartition("_")[2])
     return Prepared(image, error, began_at, time.perf_counter(), thread)

@@ -18,9 +18,9 @@ from nanovllm.replicas.dispatcher import Dispatcher
 from nanovllm.replicas.messages import Ended, News
 from nanovllm.replicas.remote_request import MAX_LOSSES, Order, RemoteRequest
 from nanovllm.replicas.supervisor import Replicas
+from nanovllm.threads.interrupts import uninterrupted
 from nanovllm.tracing.metrics import Latencies, Metrics
 from nanovllm.tracing.timeline import ENGINE, Process, Write
-from nanovllm.threads.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 

@@ -41,8 +41,8 @@ from nanovllm.replicas.messages import (
     Recorded,
     Setup,
 )
-from nanovllm.utils.device import device_shares
 from nanovllm.threads.interrupts import uninterrupted
+from nanovllm.utils.device import device_shares
 
 logger = logging.getLogger(__name__)
 

@@ -193,7 +193,7 @@ class Gate:
         own, original = np.asarray(image), preparation._prepare
         self.array = own.copy()
 
-        def prepare(sized: Any, processor: Any) -> Any:
+        def prepare(sized: Any, *others: Any) -> Any:
             if sized.picture.source.value is self.array:
                 self.begun.set()
                 assert self.open.wait(60), "the test did not go on"

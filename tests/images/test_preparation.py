@@ -60,7 +60,7 @@ def prepare():
     made = []
 
     def make(num_threads=2, max_bytes=100 * BYTES):
-        made.append(Preparation(PROCESSOR, num_threads, max_bytes))
+        made.append(Preparation(PROCESSOR, num_threads, max_bytes=max_bytes))
         return made[-1]
 
     yield make
@@ -281,7 +281,7 @@ def test_close_amid_the_work(pictures, prepare):
 
 
 def test_threads_end_with_their_owner(pictures):
-    preparation = Preparation(PROCESSOR, 2, BYTES * 10)
+    preparation = Preparation(PROCESSOR, 2, max_bytes=BYTES * 10)
     preparation.add(0, placed(pictures.make("a")))
     pictures.open("a")
     ready(preparation, 1)
