@@ -26,7 +26,7 @@ from nanovllm.utils.cgroup import cpus
 MAX_BYTES = 4 * 2**30  # of images that are prepared or being prepared, and of pictures being read
 MAX_THREADS = 32
 BESIDE = 4  # threads that go on while an engine computes
-AHEAD = 8  # pictures given to these, for each of them
+AHEAD = 32  # pictures given to these, for each of them: a step may take as long
 MERGE_SECONDS = 0.1  # that a request whose images are ready waits for others
 
 

@@ -197,7 +197,7 @@ class Gate:
             if sized.picture.source.value is self.array:
                 self.begun.set()
                 assert self.open.wait(60), "the test did not go on"
-            return original(sized, processor)
+            return original(sized, *others)
 
         monkeypatch.setattr(preparation, "_prepare", prepare)
 
