@@ -8,22 +8,16 @@ class Turn:
 
     Python runs one thread at a time, and the engine's lets go of Python's lock at each operator, of
     which a step has hundreds. Where others want the lock, it comes back after milliseconds, while
-    the device has nothing to compute. So threads that have much to do, which is not urgent, `wait`
+    the device has nothing to compute. So a thread that has much to do, which is not urgent, waits
     before each piece of it. The engine's waits for nobody.
+
+    Attributes:
+        take: function that makes it the engine's.
+        give: function that makes it the others', as at first.
+        wait: function that waits until it is the others', or so many seconds.
     """
 
     def __init__(self) -> None:
-        self._is_free = threading.Event()
-        self._is_free.set()
-
-    def take(self) -> None:
-        """It is the engine's."""
-        self._is_free.clear()
-
-    def give(self) -> None:
-        """It is the others'."""
-        self._is_free.set()
-
-    def wait(self, seconds: float) -> None:
-        """Wait until it is not the engine's, or this time has passed."""
-        self._is_free.wait(seconds)
+        is_free = threading.Event()
+        is_free.set()
+        self.take, self.give, self.wait = is_free.clear, is_free.set, is_free.wait

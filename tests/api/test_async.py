@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import deque
 
 import pytest
 import torch
@@ -33,8 +32,9 @@ from checkpoints import (
 )
 from faults import FAULT_POINTS, fail_at
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.async_llm import WAKE_AT_ONCE, _Jobs, _Mailbox, _serve, _wake
+from nanovllm.async_llm import WAKE_AT_ONCE, _Jobs, _Mailbox, _serve, _Waker
 from nanovllm.llm import POOLING
+from nanovllm.requests.news import News
 
 PATIENCE = 60  # seconds, for what would hang for ever
 # Requests without an end take some seconds, so that they run still when a loop comes late.
@@ -209,13 +209,25 @@ def test_chats_scores_and_vectors_are_those_of_the_llm():
 @pytest.mark.parametrize("interval", [1, 7, None])
 def test_an_interval_wakes_a_caller_less_often(interval, hall, checkpoint, monkeypatch):
     """At the first token, at each seventh, and at the end; or at the end alone."""
-    woken, wake = [], _Mailbox.wake
+    told, woken, step = [], [], hall.llm.step
+    tell, wake = _Mailbox.tell, _Mailbox.wake
 
-    def noting(mailbox):
-        woken.append(1)
+    def telling(mailbox, output):
+        told.append(tell(mailbox, output))
+        return told[-1]
+
+    def waking(mailbox):
         wake(mailbox)
+        woken.append(mailbox)
 
-    monkeypatch.setattr(_Mailbox, "wake", noting)
+    def stepping():  # when the loop is never late: else a caller is woken once for several times
+        while len(woken) < len(told) - told.count(None):
+            pass
+        step()
+
+    monkeypatch.setattr(_Mailbox, "tell", telling)
+    monkeypatch.setattr(_Mailbox, "wake", waking)
+    monkeypatch.setattr(hall.llm, "step", stepping)
 
     async def main():
         stream = hall.async_llm.stream(PROMPT, greedy(30, ignore_eos=True), interval=interval)
@@ -275,6 +287,33 @@ def test_one_call_of_the_loop_for_each_step(hall, checkpoint, monkeypatch):
     asyncio.run(main())
 
 
+def test_a_caller_whose_loop_is_late_is_woken_once(checkpoint):
+    """He takes the news of all steps since then, and is woken for what comes after that."""
+    mailbox, told = None, []
+
+    async def main():
+        nonlocal mailbox
+        mailbox = _Mailbox(asyncio.get_running_loop(), News())
+        with LLM(checkpoint, **SMALL) as llm:
+            listener = lambda output: told.append(mailbox.tell(output))  # noqa: E731
+            llm._enter(PROMPT, greedy(7, ignore_eos=True), None, listener, None)
+            while len(told) < 4:
+                llm.step()
+            assert told == [mailbox, None, None, None]
+            mailbox.wake()
+            first = await mailbox.take()
+            assert first.outputs[0].token_ids == reference(checkpoint, PROMPT, 4)
+            while not llm.is_finished():
+                llm.step()
+        assert told[4:] == [mailbox, None, None]
+        mailbox.wake()
+        rest = await mailbox.take()
+        assert rest.finished
+        assert rest.outputs[0].token_ids == reference(checkpoint, PROMPT, 7)[4:]
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
 def test_a_device_has_its_next_step_before_coroutines_run(overlap, checkpoint, monkeypatch):
     """Their work then costs no step: Python runs them or the engine, not both."""
@@ -289,7 +328,7 @@ def test_a_device_has_its_next_step_before_coroutines_run(overlap, checkpoint, m
         call = loop.call_soon_threadsafe
 
         def noting_wakes(callback, *args):
-            if callback is _wake:
+            if getattr(callback, "__func__", None) is _Waker._wake:
                 calls.append("wake")
             return call(callback, *args)
 
@@ -300,9 +339,9 @@ def test_a_device_has_its_next_step_before_coroutines_run(overlap, checkpoint, m
     asyncio.run(main())
     hall.async_llm.exit()
     before = [calls[i - 1] for i, call in enumerate(calls) if call == "wake"]
-    assert len(before) == 20
-    assert before[:-2] == ["run"] * 18  # where the last step, or none, is still to come
-    assert before[-1] == "wait"
+    assert 1 < len(before) <= 20  # fewer if the loop is late
+    # But where the last step, or none, is still to come.
+    assert set(before[:-2]) <= {"run"} and before.count("wait") <= 2
 
 
 @pytest.mark.parametrize("kind", ["stream", "generate"])
@@ -373,23 +412,42 @@ def test_news_comes_before_the_error_that_follows(kind, hall, monkeypatch):
 
 
 def test_coroutines_are_woken_a_few_at_a_time():
-    """Others have their turn before all of them have had theirs."""
-    order = []
+    """Others have their turn before all of them have had theirs, and the engine before each few.
+    What is told meanwhile comes behind them, by the same call.
+    """
+    order, calls = [], []
 
     class Mailbox:
         def wake(self):
             order.append("woken")
 
+    class Turn:
+        def wait(self, seconds):
+            order.append("engine")
+
     async def main():
         loop = asyncio.get_running_loop()
-        loop.call_soon(_wake, loop, deque(Mailbox() for _ in range(3 * WAKE_AT_ONCE - 1)))
+        call = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args: calls.append(args) or call(*args)
+        waker = _Waker(Turn())
+        waker.call(loop)
+        assert not calls, "nobody is told"
+        waker.told.extend(Mailbox() for _ in range(WAKE_AT_ONCE + 1))
+        waker.call(loop)
         loop.call_soon(order.append, "another")
-        while len(order) < 3 * WAKE_AT_ONCE:
+        waker.told.extend(Mailbox() for _ in range(2 * WAKE_AT_ONCE - 2))
+        waker.call(loop)
+        while order.count("woken") < 3 * WAKE_AT_ONCE - 1:
             await asyncio.sleep(0)
+        assert len(calls) == 1
+        await asyncio.sleep(0)
+        waker.told.append(Mailbox())
+        waker.call(loop)
+        assert len(calls) == 2, "it is called again"
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE))
-    assert order.count("woken") == 3 * WAKE_AT_ONCE - 1
-    assert order.index("another") == WAKE_AT_ONCE
+    few = ["engine"] + ["woken"] * WAKE_AT_ONCE
+    assert order[: 3 * WAKE_AT_ONCE + 3] == [*few, "another", *few, *few[:-1]]
 
 
 def test_tokenizer_and_defaults():

@@ -1,6 +1,7 @@
 """The engine's loop on a fake device: failed launches, interrupts, and what is left and taken."""
 
 import random
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pytest
@@ -135,6 +136,34 @@ def test_what_is_done_meanwhile_is_done_behind_the_launch_and_before_the_wait(
     assert whole in steps
     assert set(steps) <= {whole, ("run", "meanwhile"), ("meanwhile", "wait")}
     engine.finish(request)
+
+
+def test_others_have_their_turn_while_a_device_computes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a launch may be the computation itself, they always have it."""
+    free: dict[str, list[bool]] = {"run": [], "wait": [], "meanwhile": [], "listener": []}
+
+    def note(name: str) -> None:
+        free[name].append(engine.core.turn.wait(0))
+
+    for name in ("run", "wait"):
+        call = getattr(engine.executor, name)
+        monkeypatch.setattr(
+            engine.executor, name, lambda *a, name=name, call=call: note(name) or call(*a)
+        )
+    engine.core.meanwhile = lambda: note("meanwhile")
+    engine.executor.fails = {3}
+    for n in (5, 9):
+        engine.add(n, listener=lambda _: note("listener"))
+    while engine.core.requests:
+        with suppress(RuntimeError):  # a launch that fails leaves it to the others, too
+            engine.core.step()
+        assert engine.core.turn.wait(0)
+    is_shared = bool(engine.core.describe()["overlap"])
+    assert set(free["wait"]) == {True}
+    for name in ("run", "meanwhile", "listener"):
+        assert set(free[name]) == {not is_shared}, name
 
 
 def test_half_a_request_is_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nanovllm.images import preparation as module
 from nanovllm.images.image import Image
 from nanovllm.images.picture import READING, Picture, PlacedPicture, SizedPicture
 from nanovllm.images.preparation import Preparation
@@ -59,8 +60,8 @@ def prepare():
     """Makes preparations, which are closed at the end."""
     made = []
 
-    def make(num_threads=2, max_bytes=100 * BYTES):
-        made.append(Preparation(PROCESSOR, num_threads, max_bytes=max_bytes))
+    def make(num_threads=2, max_bytes=100 * BYTES, **options):
+        made.append(Preparation(PROCESSOR, num_threads, max_bytes=max_bytes, **options))
         return made[-1]
 
     yield make
@@ -143,6 +144,59 @@ def test_a_bad_image_is_the_error_of_its_requests(pictures, prepare):
     preparation.release([0, 1, 2])
     pictures.open("never")
     drain(preparation)
+
+
+def test_requests_wait_for_others_whose_images_are_prepared(pictures, prepare, monkeypatch):
+    """Until there is enough for a step, or as few are left as there are threads, or too long."""
+    monkeypatch.setattr(module, "MERGE_SECONDS", 1000.0)
+    preparation = prepare()
+    for i, name in enumerate("abcde"):
+        preparation.add(i, placed(pictures.make(name)))
+    pictures.open("a")
+    while preparation.num_images_waiting > 4:
+        preparation.wait(60)
+        assert not preparation.take_ready(enough=2)
+    pictures.open("b")
+    found = []
+    while not found:
+        preparation.wait(60)
+        found = preparation.take_ready(enough=2)
+    assert [each.request_id for each in found] == [0, 1], "enough"
+    pictures.open("c")
+    found = []
+    while not found:
+        preparation.wait(60)
+        found = preparation.take_ready(enough=2)
+    assert [each.request_id for each in found] == [2], "no more are left than two threads have"
+    for i, name in enumerate("fgh", 5):
+        preparation.add(i, placed(pictures.make(name)))
+    pictures.open("d")
+    while preparation.num_images_waiting > 4:
+        preparation.wait(60)
+        assert not preparation.take_ready(enough=2)
+    monkeypatch.setattr(module, "MERGE_SECONDS", 0.0)
+    assert [each.request_id for each in preparation.take_ready(enough=2)] == [3], "too long"
+    pictures.open(*"efgh")
+    ready(preparation, 4)
+
+
+def test_all_threads_help_a_caller_who_waits(pictures, prepare):
+    """Else a few work, and the others leave Python to the engine."""
+    preparation = prepare(num_threads=5, num_beside=2, max_bytes=100 * COST)
+    names = [f"p{i}" for i in range(2 * module.AHEAD + 4)]
+    for i, name in enumerate(names):
+        preparation.add(i, placed(pictures.make(name)))
+    pictures.has_begun("p0", "p1")
+    assert len(pictures.begun) == 2
+    preparation.wait(0)
+    beside = 2 * module.AHEAD  # the first ones wait for the two
+    pictures.has_begun(*names[beside : beside + 3])
+    assert len(pictures.begun) == 5
+    pictures.open(*names)
+    threads = set()
+    preparation.note = lambda prepared: threads.add(prepared.thread)
+    assert {each.request_id for each in ready(preparation, len(names))} == set(range(len(names)))
+    assert threads >= {0, 1} and threads - {0, 1} and max(threads) < 5
 
 
 def test_memory_is_bounded(pictures, prepare):
