@@ -209,20 +209,22 @@ def test_chats_scores_and_vectors_are_those_of_the_llm():
 @pytest.mark.parametrize("interval", [1, 7, None])
 def test_an_interval_wakes_a_caller_less_often(interval, hall, checkpoint, monkeypatch):
     """At the first token, at each seventh, and at the end; or at the end alone."""
-    told, woken, step = [], [], hall.llm.step
-    tell, wake = _Mailbox.tell, _Mailbox.wake
+    due, woken, step = [], [], hall.llm.step
+    tell, wake, is_woken = _Mailbox.tell, _Mailbox.wake, threading.Semaphore(0)
 
     def telling(mailbox, output):
-        told.append(tell(mailbox, output))
-        return told[-1]
+        found = tell(mailbox, output)
+        due.extend([found] if found is not None else [])
+        return found
 
     def waking(mailbox):
         wake(mailbox)
         woken.append(mailbox)
+        is_woken.release()
 
-    def stepping():  # when the loop is never late: else a caller is woken once for several times
-        while len(woken) < len(told) - told.count(None):
-            pass
+    def stepping():  # when the loop is not late: else a caller is woken once for several times
+        while due:
+            assert due.pop() and is_woken.acquire(timeout=PATIENCE)
         step()
 
     monkeypatch.setattr(_Mailbox, "tell", telling)
