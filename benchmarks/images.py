@@ -4,8 +4,8 @@
 
 Random weights in a published shape; photographs that do not exist (smooth noise, as JPEG files in
 memory), no two alike. Each set of images runs after a warm-up of a tenth of it. Of each the script
-prints images per second; the share of time in which kernels run on the GPU, by a profile of a
-quarter of the set, which runs once more with other images; the time that the GPU takes for an
+prints images per second; the share of time in which kernels run on the GPU, by a profile of the
+set, which runs once more with other images; the time that the GPU takes for an
 image; and how many images a second threads prepare without an engine. The last line is JSON.
 
     python benchmarks/images.py --shape qwen3-vl-2b --images --memory 5000x640x480
@@ -48,7 +48,6 @@ SHAPES: dict[str, tuple[dict[str, int], tuple[int, int, int, int], list[int]]] =
     "qwen3-vl-4b": (MIDDLE, (2560, 36, 32, 9728), [5, 11, 17]),
     "qwen3-vl-8b": (LARGE, (4096, 36, 32, 12288), [8, 16, 24]),
 }
-PROFILED = 4  # the fraction of a set that is profiled
 NOT_KERNELS = "Memcpy", "Memset"  # beginnings of names of what the GPU does beside kernels
 VOCAB_SIZE, PAD, START, END = 151_936, 151_655, 151_652, 151_653
 PROCESSOR = {
@@ -204,7 +203,7 @@ def measure(llm: LLM, images: Images, args: argparse.Namespace) -> dict[str, Any
     # The profiler sees this process alone.
     on_gpu = llm.metrics()["device"] != "cpu" and llm.config.data_parallel_size == 1
     num_warm = max(1, images.number // 10)
-    num_profiled = max(1, images.number // PROFILED) if on_gpu else 0
+    num_profiled = images.number if on_gpu else 0
     more = images._replace(number=images.number + num_warm + num_profiled)
     all_prompts = prompts_of(photographs(more, seed), rng)
     prompts, rest = all_prompts[: images.number], all_prompts[images.number :]
