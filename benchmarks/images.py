@@ -5,8 +5,8 @@
 Random weights in a published shape; photographs that do not exist (smooth noise, as JPEG files in
 memory), no two alike. Each set of images runs after a warm-up of a tenth of it. Of each the script
 prints images per second; the share of time in which kernels run on the GPU, by a profile of the
-set, which runs once more with other images; the time that the GPU takes for an
-image; and how many images a second threads prepare without an engine. The last line is JSON.
+set, which runs once more with other images; the time that the GPU takes for an image; and how many
+images a second threads prepare without an engine. The last line is JSON.
 
     python benchmarks/images.py --shape qwen3-vl-2b --images --memory 5000x640x480
 
