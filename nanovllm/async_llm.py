@@ -50,7 +50,7 @@ Tell: TypeAlias = "Callable[[Told], _Mailbox | None]"
 T = TypeVar("T")
 
 WAKE_AT_ONCE = 16  # coroutines
-TURN_SECONDS = 0.02  # that a loop waits for its turn
+TURN_SECONDS = 0.01  # that a loop waits for its turn
 
 
 class AsyncLLM:

@@ -115,7 +115,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, spans: Spans, cos_sin: torch.Tensor) -> torch.Tensor:
         """[P, V] -> [P, V]; cos_sin: [P, D]"""
         H = self._num_heads
-        qkv = self.qkv(x).unflatten(-1, (3 * H, -1))  # [P, 3 H, D]
+        qkv = self.qkv(x).view(len(x), 3 * H, -1)  # [P, 3 H, D]
         if self._fused:
             from nanovllm.kernels.attention.rotate import rotate_
 
