@@ -488,14 +488,17 @@ class _Waker:
             loop.call_soon_threadsafe(self._wake, loop)
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._turn.wait(TURN_SECONDS)
-        for _ in range(min(len(self.told), WAKE_AT_ONCE)):
-            self.told.popleft().wake()
-        if self.told:
-            loop.call_soon(self._wake, loop)
-        else:
-            self._is_called = False
-            self.call(loop)  # what the engine's thread has appended before it could see that
+        try:
+            self._turn.wait(TURN_SECONDS)
+            for _ in range(min(len(self.told), WAKE_AT_ONCE)):
+                self.told[0].wake()
+                self.told.popleft()  # after that: Ctrl-C leaves it to the next call
+        finally:  # also after Ctrl-C: a notebook's loop goes on
+            if self.told:
+                loop.call_soon(self._wake, loop)
+            else:
+                self._is_called = False
+                self.call(loop)  # what the engine's thread has appended before it could see that
 
 
 class _Jobs:
