@@ -61,6 +61,7 @@ def pictures():
         exif = Pillow.Exif()
         exif[0x0112] = orientation
         yield f"turned{orientation}.jpg", Pillow.fromarray(rgb), {"exif": exif}
+        yield f"turned{orientation}.tif", Pillow.fromarray(rgb), {"exif": exif}
     yield "turned.png", Pillow.fromarray(rgb), {"exif": exif}
 
 
