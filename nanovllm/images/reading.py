@@ -38,6 +38,7 @@ BROKEN = (
     zlib.error,
     IndexError,
     KeyError,
+    RuntimeError,  # of AVIF
 )
 # What Pillow reads by itself; for EPS and WMF it starts other programs or asks the system.
 FORMATS = (
