@@ -243,9 +243,9 @@ def test_a_file_whose_format_has_errors_of_its_own(tmp_path):
     open_picture(data, "image").read()
     at = data.index(b"mdat") + 8
     broken = {"item": data.replace(b"av01", b"none"), "pixels": data[:at] + bytes(len(data) - at)}
-    with pytest.raises(ValueError, match="`image` cannot be read: .*Failed to decode"):
+    with pytest.raises(ValueError, match=r"`image` cannot be read: .*Failed to decode"):
         open_picture(broken["item"], "image")
-    with pytest.raises(ValueError, match="`image` cannot be read: .*Failed to decode"):
+    with pytest.raises(ValueError, match=r"`image` cannot be read: .*Failed to decode"):
         open_picture(broken["pixels"], "image").read()
 
 
