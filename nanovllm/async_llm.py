@@ -504,10 +504,10 @@ class _Waker:
 class _Jobs:
     """The requests of an engine, by the function that tells their listener. Used by one thread.
 
-    Coroutines are woken by one call of their loop for each step. If the device is not the host, the
-    call waits until the device computes the next step, if one follows: Python runs one thread at a
-    time, and the engine's has nothing to do then. None follows where the engine is held, which has
-    booked the steps in flight.
+    Coroutines are woken by one call of their loop for each step, at most. If the device is not the
+    host, the call waits until the device computes the next step, if one follows: Python runs one
+    thread at a time, and the engine's has nothing to do then. None follows where the engine is
+    held, which has booked the steps in flight.
     """
 
     def __init__(self, llm: LLM) -> None:
