@@ -488,23 +488,26 @@ class _Waker:
             loop.call_soon_threadsafe(self._wake, loop)
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._turn.wait(TURN_SECONDS)
-        for _ in range(min(len(self.told), WAKE_AT_ONCE)):
-            self.told.popleft().wake()
-        if self.told:
-            loop.call_soon(self._wake, loop)
-        else:
-            self._is_called = False
-            self.call(loop)  # what the engine's thread has appended before it could see that
+        try:
+            self._turn.wait(TURN_SECONDS)
+            for _ in range(min(len(self.told), WAKE_AT_ONCE)):
+                self.told[0].wake()
+                self.told.popleft()  # after that: Ctrl-C leaves it to the next call
+        finally:  # also after Ctrl-C: a notebook's loop goes on
+            if self.told:
+                loop.call_soon(self._wake, loop)
+            else:
+                self._is_called = False
+                self.call(loop)  # what the engine's thread has appended before it could see that
 
 
 class _Jobs:
     """The requests of an engine, by the function that tells their listener. Used by one thread.
 
-    Coroutines are woken by one call of their loop for each step. If the device is not the host, the
-    call waits until the device computes the next step, if one follows: Python runs one thread at a
-    time, and the engine's has nothing to do then. None follows where the engine is held, which has
-    booked the steps in flight.
+    Coroutines are woken by one call of their loop for each step, at most. If the device is not the
+    host, the call waits until the device computes the next step, if one follows: Python runs one
+    thread at a time, and the engine's has nothing to do then. None follows where the engine is
+    held, which has booked the steps in flight.
     """
 
     def __init__(self, llm: LLM) -> None:

@@ -16,7 +16,7 @@ from nanovllm.arrivals.waiting_core import Make, WaitingCore
 from nanovllm.config import FOREIGN_ARGUMENTS
 from nanovllm.engine.assembly import AnyExecutor, Parts
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.images.preparation import BESIDE, MAX_BYTES, Preparation
+from nanovllm.images.preparation import BESIDE, MAX_BYTES, MAX_THREADS, Preparation
 from nanovllm.images.prompts import NoImages
 from nanovllm.outputs import (
     BeamSearchOutput,
@@ -86,9 +86,10 @@ class LLM(Updatable, LLMEngine):
         if isinstance(self.image_prompts, NoImages):
             return parts
         memory = min(MAX_BYTES, available_cpu_memory() // 4)
+        computes_here = self.config.data_parallel_size == 1  # and needs Python's lock
         preparation = Preparation(
             self.image_prompts.processor,
-            num_beside=BESIDE * self.config.data_parallel_size,
+            num_beside=BESIDE if computes_here else MAX_THREADS,
             max_bytes=memory,
         )
         core = WaitingCore(

@@ -16,6 +16,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.requests.intake import Intake
 from nanovllm.requests.request import CheckedRequest, Listener, Refusal, Ticket
 from nanovllm.requests.text import Decoder
+from nanovllm.threads.interrupts import uninterrupted
 from nanovllm.tracing.timeline import ENGINE, Process, Write
 
 WAIT_SECONDS = 0.01  # longest wait in a step, so that callers can add requests in between
@@ -200,10 +201,11 @@ class WaitingCore(Core[Any]):
         """Give back the memory of requests that have ended."""
         ended = self.metrics.num_finished + self.metrics.num_aborted
         if ended != self._ended:
-            self._ended = ended
-            self._preparation.release(
-                [i for i in self._preparation.admitted if i not in self._core.requests]
-            )
+            with uninterrupted():
+                self._ended = ended
+                self._preparation.release(
+                    [i for i in self._preparation.admitted if i not in self._core.requests]
+                )
 
     @property
     def has_room(self) -> bool:

@@ -70,8 +70,10 @@ class EngineCore(Core[Request]):
 
     def hold(self) -> None:
         self._drop_left()
-        self._book(leave=0)
-        self.turn.give()
+        try:
+            self._book(leave=0)
+        finally:
+            self.turn.give()
         with self.reset_on_error():
             self._scheduler.compute_all_again()
             self._launching = False

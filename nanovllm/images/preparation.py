@@ -139,6 +139,8 @@ class Preparation:
         self._has_done = threading.Event()
         self._jobs: dict[Hashable, _Job] = {}  # by source and size
         self._queue: deque[_Job] = deque()  # not given to a thread, the oldest first
+        # Given to the threads beside the engine, the oldest first: most of it waits there.
+        self._beside: dict[_Job, Future[Prepared]] = {}
         self._num_running = [0, 0]  # pictures that threads beside the engine have, and the others
         self._requests: dict[int, tuple[PlacedPicture, ...]] = {}
         self._missing: dict[int, int] = {}  # pictures that a waiting request lacks
@@ -164,7 +166,8 @@ class Preparation:
 
         Args:
             enough: tokens of images that are worth a step. While there are fewer, and more pictures
-                to prepare than threads, requests wait for others, for `MERGE_SECONDS` at most.
+                to prepare than threads, requests wait for others, for `MERGE_SECONDS` at most; not
+                if threads have none, because there is no memory.
         """
         self.book()
         # Text alone gives no memory back, so it does not count as somebody to wait for.
@@ -207,6 +210,7 @@ class Preparation:
                 job.users.discard(request_id)
                 if not job.users:
                     del self._jobs[_key(placed.sized)]
+                    self._withdraw(job)
                     if not job.is_running:
                         self._hold(job, 0)
         while self._queue and not self._queue[0].users:
@@ -220,7 +224,7 @@ class Preparation:
         while not self._done.empty():
             self._done.get()
         books = self._jobs, self._queue, self._requests, self._missing, self._ready, self.admitted
-        for book in books:
+        for book in (*books, self._beside):
             book.clear()
         self._num_running = [0, 0]
         self.held_bytes = self.waiting_bytes = 0
@@ -248,7 +252,8 @@ class Preparation:
         self._ready.append(request_id)
 
     def _waits_for_others(self, enough: int) -> bool:
-        if len(self._queue) + sum(self._num_running) <= self._num_threads:
+        num_running = sum(self._num_running)
+        if not num_running or len(self._queue) + num_running <= self._num_threads:
             return False
         pictures = (placed for i in self._ready for placed in self._requests.get(i, ()))
         is_enough = sum(placed.sized.num_tokens for placed in pictures) >= enough
@@ -274,9 +279,16 @@ class Preparation:
 
     def _start(self, even_beyond: bool = False, all_help: bool = False) -> None:
         """Give pictures to the threads while there is memory for them. With `even_beyond` the first
-        one needs none.
+        one needs none. Those that help begin with what waits for the others: it is older, and may
+        have all the memory.
         """
         num_helping = self._num_threads - self._num_beside if all_help else 0
+        for job in [*self._beside]:
+            if self._num_running[True] >= num_helping:
+                break
+            if self._withdraw(job):
+                job.helps = True
+                self._submit(job)
         while self._queue:
             helps = self._num_running[True] < num_helping
             if not helps and self._num_running[False] >= AHEAD * self._num_beside:
@@ -311,9 +323,22 @@ class Preparation:
         self._num_running[job.helps] += 1
         first = self._num_beside if job.helps else 0
         future = self._threads[job.helps].submit(_prepare, sized, self._processor, first)
+        if not job.helps:
+            self._beside[job] = future
         future.add_done_callback(tell)
 
+    def _withdraw(self, job: _Job) -> bool:
+        """Take a picture back that waits for a thread beside the engine. Returns whether it did."""
+        future = self._beside.get(job)
+        if future is None or not future.cancel():  # a thread has it, or has had it
+            return False
+        del self._beside[job]
+        self._num_running[False] -= 1
+        job.is_running = False
+        return True
+
     def _book(self, job: _Job, prepared: Prepared) -> None:
+        self._beside.pop(job, None)
         self._num_running[job.helps] -= 1
         job.is_running, job.prepared = False, prepared
         is_kept = prepared.image is not None and job.users

@@ -24,6 +24,7 @@ from nanovllm.images.urls import data_of_url, path_of_url, scheme, short
 
 MAX_PIXELS = 178_956_970  # of a picture: Pillow's own bound, twice its MAX_IMAGE_PIXELS
 EXIF_ORIENTATION = 0x0112
+TIFF_WIDTH, TIFF_HEIGHT = 256, 257  # tags
 SWAPPED = (5, 6, 7, 8)  # orientations that exchange height and width
 DEEP = ("I", "F")  # beginnings of Pillow's modes with more than 8 bits, cut off by a conversion
 CHANNELS = (1, 3, 4)
@@ -37,6 +38,7 @@ BROKEN = (
     zlib.error,
     IndexError,
     KeyError,
+    RuntimeError,  # of AVIF
 )
 # What Pillow reads by itself; for EPS and WMF it starts other programs or asks the system.
 FORMATS = (
@@ -221,7 +223,10 @@ def _peek(file: Any, name: str, what: str) -> tuple[int, int]:
         _check_area(image.height, image.width, name)
         # The method of the base class: a PNG's own would decode it, for EXIF data behind pixels.
         turned = Image.Image.getexif(image).get(EXIF_ORIENTATION) in SWAPPED
-        return (image.width, image.height) if turned else (image.height, image.width)
+        width, height = image.size
+        if image.format == "TIFF":  # of which Pillow says the turned size, where it turns it itself
+            width, height = image.tag_v2[TIFF_WIDTH], image.tag_v2[TIFF_HEIGHT]
+        return (width, height) if turned else (height, width)
 
 
 def _load(file: Any, size: tuple[int, int], name: str, what: str) -> NDArray[np.uint8]:

@@ -452,6 +452,38 @@ def test_coroutines_are_woken_a_few_at_a_time():
     assert order[: 3 * WAKE_AT_ONCE + 3] == [*few, "another", *few, *few[:-1]]
 
 
+@pytest.mark.parametrize("place", ["turn", "wake"])
+def test_ctrl_c_in_a_loop_that_wakes_coroutines_loses_none(place):
+    """A notebook's loop goes on after it."""
+    woken, interrupts = [], {place: KeyboardInterrupt}
+
+    def interrupt(at):
+        if at in interrupts:
+            raise interrupts.pop(at)
+
+    class Mailbox:
+        def wake(self):
+            interrupt("wake")
+            woken.append(self)
+
+    class Turn:
+        def wait(self, seconds):
+            interrupt("turn")
+
+    loop, waker = asyncio.new_event_loop(), _Waker(Turn())
+    with contextlib.closing(loop):
+        mailboxes = [Mailbox() for _ in range(3)]
+        waker.told.extend(mailboxes[:2])
+        waker.call(loop)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_forever()
+        waker.told.append(mailboxes[2])
+        waker.call(loop)
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.run_until_complete(asyncio.sleep(0))
+        assert woken == mailboxes
+
+
 def test_tokenizer_and_defaults():
     async def main():
         async with AsyncLLM(TINY, **SMALL) as async_llm:

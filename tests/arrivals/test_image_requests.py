@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import shutil
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -276,6 +277,26 @@ def test_abort_while_it_waits(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     while not seeing.is_finished():
         assert {output.request_id for output in seeing.step()} <= {second}
     gate.open.set()
+    assert_idle(seeing)
+
+
+def test_ctrl_c_while_memory_is_given_back(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after that."""
+    preparation = seeing.core._preparation
+    release, interrupts = preparation.release, [signal.SIGINT]
+
+    def interrupted(request_ids: Any) -> None:
+        if interrupts and preparation.admitted:
+            signal.raise_signal(interrupts.pop())
+        release(request_ids)
+
+    monkeypatch.setattr(preparation, "release", interrupted)
+    seeing.add_request({"prompt": PICTURE, "multi_modal_data": {"image": A}}, GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            seeing.step()
+    assert not interrupts and seeing.metrics()["image_bytes"] == 0
+    seeing.abort_all()
     assert_idle(seeing)
 
 

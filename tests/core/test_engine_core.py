@@ -166,6 +166,19 @@ def test_others_have_their_turn_while_a_device_computes(
         assert set(free[name]) == {not is_shared}, name
 
 
+def test_a_hold_that_fails_leaves_the_turn_to_the_others() -> None:
+    def fail(output: Any) -> None:
+        raise RuntimeError("injected")
+
+    core = (engine := Engine(1)).core
+    engine.add(5, listener=fail)
+    core.step()
+    assert core.in_flight
+    with pytest.raises(RuntimeError, match="injected"):
+        core.hold()
+    assert core.turn.wait(0)
+
+
 def test_half_a_request_is_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between two of its sequences: it could neither finish nor be aborted."""
     add, calls = engine.scheduler.add, []

@@ -180,23 +180,49 @@ def test_requests_wait_for_others_whose_images_are_prepared(pictures, prepare, m
     ready(preparation, 4)
 
 
-def test_all_threads_help_a_caller_who_waits(pictures, prepare):
-    """Else a few work, and the others leave Python to the engine."""
-    preparation = prepare(num_threads=5, num_beside=2, max_bytes=100 * COST)
+def test_nobody_waits_for_images_that_have_no_memory(pictures, prepare, monkeypatch):
+    """Those that are ready have to end before there are others."""
+    monkeypatch.setattr(module, "MERGE_SECONDS", 1000.0)
+    preparation = prepare(num_threads=1, max_bytes=COST)
+    for i, name in enumerate("abc"):
+        preparation.add(i, placed(pictures.make(name)))
+    pictures.open(*"abc")
+    for i in range(3):
+        while preparation.is_running:
+            preparation.wait(60)
+            preparation.book()
+        [found] = preparation.take_ready(enough=1000)
+        assert found.request_id == i
+        preparation.release([i])
+        assert not preparation.take_ready(enough=1000)
+
+
+@pytest.mark.parametrize("num_bytes", [100 * COST, 6 * COST], ids=["for all", "for some"])
+def test_all_threads_help_a_caller_who_waits(num_bytes, pictures, prepare):
+    """Else a few work, and the others leave Python to the engine. The oldest pictures come first,
+    also those that wait for the few, which may have all the memory.
+    """
+    preparation = prepare(num_threads=5, num_beside=2, max_bytes=num_bytes)
     names = [f"p{i}" for i in range(2 * module.AHEAD + 4)]
     for i, name in enumerate(names):
         preparation.add(i, placed(pictures.make(name)))
     pictures.has_begun("p0", "p1")
     assert len(pictures.begun) == 2
+    held = preparation.held_bytes
     preparation.wait(0)
-    beside = 2 * module.AHEAD  # the first ones wait for the two
-    pictures.has_begun(*names[beside : beside + 3])
+    pictures.has_begun(*names[:5])
     assert len(pictures.begun) == 5
+    assert held <= preparation.held_bytes <= num_bytes
     pictures.open(*names)
     threads = set()
     preparation.note = lambda prepared: threads.add(prepared.thread)
-    assert {each.request_id for each in ready(preparation, len(names))} == set(range(len(names)))
+    done = []
+    while len(done) < len(names):
+        done += (found := [each.request_id for each in ready(preparation, 1)])
+        preparation.release(found)
+    assert sorted(done) == [*range(len(names))]
     assert threads >= {0, 1} and threads - {0, 1} and max(threads) < 5
+    assert preparation.held_bytes == 0 and not preparation.is_running
 
 
 def test_memory_is_bounded(pictures, prepare):
@@ -300,8 +326,8 @@ def test_released_before_it_is_ready(pictures, prepare):
     assert [each.request_id for each in ready(preparation, 1)] == [1]
     assert preparation.num_images_waiting == 0
     preparation.release([1])
-    # The thread has "c", too, unless it saw that nobody wants it.
     drain(preparation)
+    assert pictures.begun == ["a", "b"], "nobody wants the last, which was given to the thread"
 
 
 def test_released_while_it_is_read(pictures, prepare):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from oracle import GEMMA, QWEN, pixels
 from PIL import Image as Pillow
+from PIL import features
 from transformers.image_utils import load_image
 
 from nanovllm.images.picture import READING
@@ -61,6 +62,7 @@ def pictures():
         exif = Pillow.Exif()
         exif[0x0112] = orientation
         yield f"turned{orientation}.jpg", Pillow.fromarray(rgb), {"exif": exif}
+        yield f"turned{orientation}.tif", Pillow.fromarray(rgb), {"exif": exif}
     yield "turned.png", Pillow.fromarray(rgb), {"exif": exif}
 
 
@@ -232,6 +234,19 @@ def test_a_file_that_breaks_off(tmp_path):
         data = path.read_bytes()
         with pytest.raises(ValueError, match=r"`image` cannot be read|that Pillow can read"):
             open_picture(data[: len(data) // 2], "image").read()
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="Pillow was built without AVIF")
+def test_a_file_whose_format_has_errors_of_its_own(tmp_path):
+    Pillow.fromarray(noise(40, 40)).save(tmp_path / "a.avif")
+    data = (tmp_path / "a.avif").read_bytes()
+    open_picture(data, "image").read()
+    at = data.index(b"mdat") + 8
+    broken = {"item": data.replace(b"av01", b"none"), "pixels": data[:at] + bytes(len(data) - at)}
+    with pytest.raises(ValueError, match=r"`image` cannot be read: .*Failed to decode"):
+        open_picture(broken["item"], "image")
+    with pytest.raises(ValueError, match=r"`image` cannot be read: .*Failed to decode"):
+        open_picture(broken["pixels"], "image").read()
 
 
 def test_a_file_that_changes(tmp_path):
