@@ -176,8 +176,9 @@ def attend_within_images(
         end = begin + each.num_images * each.num_patches
         # [n, H, P of an image, D]
         shape = each.num_images, each.num_patches, *q.shape[1:]
-        heads = [x[begin:end].view(shape).transpose(1, 2) for x in (q, k, v)]
-        found.append(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(0, 1))
+        queries, keys, values = (x[begin:end].view(shape).transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(queries, keys, values)
+        found.append(attended.transpose(1, 2).flatten(0, 1))
         begin = end
     return torch.cat(found) if len(found) > 1 else found[0]
 
