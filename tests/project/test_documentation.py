@@ -47,6 +47,7 @@ SMALL = {
     "benchmarks/serve.py": (
         "--model DIR --clients 2 --idle 2 --prompt-tokens 4 --max-tokens 4 --repeat 1"
     ),
+    "benchmarks/images.py": "--shape tiny --images 2x64x64 --tokens 2",
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 1 --repeat 1 --only one",
     "scripts/check_install.py": "",
 }
