@@ -17,6 +17,10 @@ import pytest
 # as well. Before numpy and torch are imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
+# Imports and pytest's own rewriting of tests leave no garbage, which would be looked for in all of
+# torch and transformers again and again: a third of the time until the first test runs.
+gc.disable()
+
 import torch
 
 from nanovllm import TINY
@@ -50,7 +54,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: [*FIRST, item.path.name].index(item.path.name))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_unconfigure() -> None:
+    gc.enable()  # by pytest-xdist, whose main process collects nothing
     gc.unfreeze()  # or libraries tell of leaks as the interpreter ends
 
 
