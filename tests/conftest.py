@@ -4,6 +4,7 @@ Fixtures import what they need: most tests need no transformers.
 """
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -17,32 +18,45 @@ import pytest
 # as well. Before numpy and torch are imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-# Imports and pytest's own rewriting of tests leave no garbage, which would be looked for in all of
-# torch and transformers again and again: a third of the time until the first test runs.
-gc.disable()
-
-import torch
-
 from nanovllm import TINY
-from nanovllm.utils import device
 
 FIRST = ("test_workers.py", "test_replicas.py")
-HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU
-    with contextlib.suppress(ImportError):  # Linux has Triton
-        from interpreter import make_faster, round_to_fp8
 
-        make_faster()
-        round_to_fp8()
+
+@functools.cache  # tests hide it
+def has_cuda() -> bool:
+    """Whether there is a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def pytest_xdist_auto_num_workers() -> int:
     """A GPU is for one process: tests measure its memory, and engines take all of it."""
-    return 0 if HAS_CUDA else min(4, os.cpu_count() or 1)
+    return 0 if has_cuda() else min(4, os.cpu_count() or 1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests: the main one of pytest-xdist would import torch before it
+    starts the others.
+    """
+    if config.getoption("numprocesses") and not hasattr(config, "workerinput"):
+        return
+    # Imports, and how pytest rewrites tests, leave no garbage. It would be looked for in all of
+    # torch and transformers again and again: a third of the time until the first test runs.
+    gc.disable()
+    if not has_cuda():
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU
+        with contextlib.suppress(ImportError):  # Linux has Triton
+            from interpreter import make_faster, round_to_fp8
+
+            make_faster()
+            round_to_fp8()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     count = torch.cuda.device_count()
     for item in items:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
@@ -60,7 +74,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.enable()  # by pytest-xdist, whose main process collects nothing
     gc.unfreeze()  # or libraries tell of leaks as the interpreter ends
 
 
@@ -79,6 +92,8 @@ def cpu_unless_marked_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """Tests without the marker mean the CPU by `device="auto"`, wherever they run; modules with a
     DEVICE and tests with a `kernel_device` choose it themselves.
     """
+    import torch
+
     chooses = hasattr(request.module, "DEVICE") or "kernel_device" in request.fixturenames
     if not request.node.get_closest_marker("gpu") and not chooses:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -87,7 +102,7 @@ def cpu_unless_marked_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 @pytest.fixture
 def kernel_device() -> str:
     """Device of the kernels: a CPU runs them in Triton's interpreter."""
-    return "cuda" if HAS_CUDA else "cpu"
+    return "cuda" if has_cuda() else "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +116,9 @@ def set_capability(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[tuple[int, int]], None]]:
     """Have PyTorch say that its GPUs are of a compute capability."""
+    import torch
+
+    from nanovllm.utils import device
 
     def forget() -> None:
         device.capability.cache_clear()
@@ -123,6 +141,7 @@ def tiny() -> str:
 @pytest.fixture(scope="session")
 def reference() -> Any:
     """The embedded checkpoint in transformers' own Qwen3, float32 on the CPU: the oracle."""
+    import torch
     from transformers import Qwen3ForCausalLM
 
     return Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()
