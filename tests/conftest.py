@@ -4,6 +4,7 @@ Fixtures import what they need: most tests need no transformers.
 """
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -17,28 +18,45 @@ import pytest
 # as well. Before numpy and torch are imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-import torch
-
 from nanovllm import TINY
-from nanovllm.utils import device
 
 FIRST = ("test_workers.py", "test_replicas.py")
-HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU
-    with contextlib.suppress(ImportError):  # Linux has Triton
-        from interpreter import make_faster, round_to_fp8
 
-        make_faster()
-        round_to_fp8()
+
+@functools.cache  # tests hide it
+def has_cuda() -> bool:
+    """Whether there is a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def pytest_xdist_auto_num_workers() -> int:
     """A GPU is for one process: tests measure its memory, and engines take all of it."""
-    return 0 if HAS_CUDA else min(4, os.cpu_count() or 1)
+    return 0 if has_cuda() else min(4, os.cpu_count() or 1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests: the main one of pytest-xdist would import torch before it
+    starts the others.
+    """
+    if config.getoption("numprocesses") and not hasattr(config, "workerinput"):
+        return
+    # Imports, and how pytest rewrites tests, leave no garbage. It would be looked for in all of
+    # torch and transformers again and again: a third of the time until the first test runs.
+    gc.disable()
+    if not has_cuda():
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU
+        with contextlib.suppress(ImportError):  # Linux has Triton
+            from interpreter import make_faster, round_to_fp8
+
+            make_faster()
+            round_to_fp8()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     count = torch.cuda.device_count()
     for item in items:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
@@ -48,6 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The longest first, and each by one process: at the end, another would wait for it, or start
     # the replicas that all of a module's tests share once more.
     items.sort(key=lambda item: [*FIRST, item.path.name].index(item.path.name))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -69,6 +92,8 @@ def cpu_unless_marked_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """Tests without the marker mean the CPU by `device="auto"`, wherever they run; modules with a
     DEVICE and tests with a `kernel_device` choose it themselves.
     """
+    import torch
+
     chooses = hasattr(request.module, "DEVICE") or "kernel_device" in request.fixturenames
     if not request.node.get_closest_marker("gpu") and not chooses:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -77,7 +102,7 @@ def cpu_unless_marked_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 @pytest.fixture
 def kernel_device() -> str:
     """Device of the kernels: a CPU runs them in Triton's interpreter."""
-    return "cuda" if HAS_CUDA else "cpu"
+    return "cuda" if has_cuda() else "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +116,9 @@ def set_capability(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[tuple[int, int]], None]]:
     """Have PyTorch say that its GPUs are of a compute capability."""
+    import torch
+
+    from nanovllm.utils import device
 
     def forget() -> None:
         device.capability.cache_clear()
@@ -113,6 +141,7 @@ def tiny() -> str:
 @pytest.fixture(scope="session")
 def reference() -> Any:
     """The embedded checkpoint in transformers' own Qwen3, float32 on the CPU: the oracle."""
+    import torch
     from transformers import Qwen3ForCausalLM
 
     return Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()

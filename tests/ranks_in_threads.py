@@ -6,6 +6,7 @@ is for ranks in processes, and for the groups of `connected_groups`.
 
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -26,8 +27,9 @@ from nanovllm.distributed.group import Group, LostContactError
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import mark_sent, plan_step
-from nanovllm.engine.sequence import InFlightStep, ScheduledSequence
+from nanovllm.engine.sequence import NO_IMAGES, Encoded, InFlightStep, ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
+from nanovllm.scheduling.encoder_cache import encoding_of
 from nanovllm.startup.builder import Builder
 
 T = TypeVar("T")
@@ -162,7 +164,12 @@ class ThreadedExecutor(Executor):
         return ModelRunner(self._config, Builder(self._config, self._model_config, own).build())
 
     def run(self, scheduled: list[ScheduledSequence], newest: InFlightStep | None) -> PendingTokens:
-        plan = plan_step(scheduled)
+        plan, self.encoded = plan_step(scheduled), NO_IMAGES
+        if plan.placed.size and (images := encoding_of(scheduled)) is not None:
+            since = time.perf_counter()
+            with self.on_all_ranks("encode", *images) as runner:
+                runner.encode(*images)
+            self.encoded = Encoded(len(images.pixels), since, time.perf_counter())
         message = pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
 
         def run(rank: int) -> PendingTokens:

@@ -105,7 +105,7 @@ def hub(model: Path) -> Iterator[Hub]:
     files |= dict.fromkeys(("pytorch_model.bin", "consolidated.safetensors"), b"not wanted")
     files |= {"onnx/model.safetensors": b"not wanted", "model.gguf": b"not wanted"}
     server = Hub(files)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
     server.shutdown()

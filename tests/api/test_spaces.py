@@ -159,7 +159,7 @@ def test_structured_outputs_have_their_form(
     """Also where no text is before them, and the first space of all others is left out."""
     pytest.importorskip("llguidance")
     own = StructuredOutputsParams(**form)
-    options = {"structured_outputs": own, "n": 4, "max_tokens": 60, "logit_bias": {2: 2.0}}
+    options = {"structured_outputs": own, "n": 2, "max_tokens": 60, "logit_bias": {2: 2.0}}
     params = [SamplingParams(2.0, seed=i, **options) for i in range(len(PROMPTS))]
     if by == "generate":
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -168,7 +168,7 @@ def test_structured_outputs_have_their_form(
         wholes = gather(llm.stream(PROMPTS, params)).values()
         found = [done[1] for whole in wholes for done in whole]
     assert set(found) <= texts
-    assert len(found) == 4 * len(PROMPTS) and len(set(found)) > 1
+    assert len(found) == 2 * len(PROMPTS) and len(set(found)) > 1
 
 
 def test_a_lone_metaspace_decoder_is_taken_for_what_it_is() -> None:

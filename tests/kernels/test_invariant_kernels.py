@@ -55,7 +55,7 @@ from nanovllm.tensors.qk_norm_rope import QKNormRope, Turn
 from nanovllm.tensors.scoring import Scoring
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # as the interpreter, whose is exact
-COUNTS = (1, 17, 65)
+COUNTS = (1, 17, 65) if DEVICE == "cuda" else (1, 17)  # 65 have the interpreter's tiles of T
 T = 70
 
 
@@ -401,7 +401,7 @@ def test_experts_keep_codes_that_have_no_tile_elsewhere(tmp_path: Path) -> None:
     assert isinstance(layer.mlp.experts.down, QuantizedWeight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("dtype", [rare(torch.float32), HALF])
 def test_gated_delta_net(dtype: torch.dtype) -> None:
     """Tokens in chunks of any lengths, and one by one; states have the same bits, too."""
     Hk, Hv, K, V, J, length = 2, 4, 16, 32, 4, 12

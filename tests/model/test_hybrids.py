@@ -117,10 +117,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-# What the others have of their own is tried in some modes, and without snapshots.
+# What the others have of their own is tried in one mode, and without snapshots.
 USUAL = {"qwen3.5 moe", "lfm2"}
 WITH_SNAPSHOTS = with_rare(CHECKPOINTS, *(CHECKPOINTS.keys() - USUAL))
-USUAL_MODES = {"chunks of 12, overlap", "preempted"}
+USUAL_MODES = {"chunks of 12, overlap"}
 FAMILY_MODES = [
     (name, mode) if name in USUAL or mode in USUAL_MODES else rare(name, mode)
     for name in CHECKPOINTS

@@ -478,7 +478,7 @@ def test_completions_that_end_together_are_one_output(llm: LLM) -> None:
 
 @pytest.mark.parametrize("when", [rare("waiting"), rare("running"), "some ended"])
 def test_abort_takes_all_completions(when: str, llm: LLM, oracle: Oracle) -> None:
-    params = params_of(60, seed=1, n=12, **PENALTIES)
+    params = params_of(30, seed=1, n=12, **PENALTIES)
     lengths = [
         len(oracle.complete([5, 77], params, index=index).token_ids) for index in range(params.n)
     ]

@@ -6,11 +6,13 @@ import asyncio
 import base64
 import json
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
-from http_server import ASK, OPTIONS, PATIENCE, serving
+from http_server import ASK, OPTIONS, PATIENCE, PLAIN, serving
 
+from checkpoints import rare
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.outputs import TokenLogprobs
 
@@ -47,7 +49,11 @@ def llm():
         yield llm
 
 
-@pytest.fixture(params=["sync", "async"])
+# The server does not see which client asks: one test of each endpoint tries both.
+IN_BOTH_WAYS = pytest.mark.parametrize("create", ["sync", "async"], indirect=True)
+
+
+@pytest.fixture(params=["sync", rare("async")])
 def create(request, place):
     """A function that asks an endpoint of the client, and returns an answer or a list of events."""
     options = {
@@ -56,6 +62,7 @@ def create(request, place):
         "max_retries": 0,
         "timeout": PATIENCE,
     }
+    own, own_async = openai.DefaultHttpxClient, openai.DefaultAsyncHttpxClient
 
     def method_of(client, name):
         for part in name.split("."):
@@ -63,12 +70,12 @@ def create(request, place):
         return client
 
     def ask(name, **body):
-        with openai.OpenAI(**options) as client:
+        with openai.OpenAI(**options, http_client=own(**PLAIN)) as client:
             found = method_of(client, name)(**body)
             return list(found) if body.get("stream") else found
 
     async def ask_async(name, **body):
-        async with openai.AsyncOpenAI(**options) as client:
+        async with openai.AsyncOpenAI(**options, http_client=own_async(**PLAIN)) as client:
             found = await method_of(client, name)(**body)
             return [event async for event in found] if body.get("stream") else found
 
@@ -123,8 +130,11 @@ def told(choice):
 
 def both(create, **body):
     """An answer that comes whole, and in pieces: both say the same."""
-    whole = create("chat.completions.create", **body)
-    pieces = joined(create("chat.completions.create", stream=True, **body))
+    name = "chat.completions.create"
+    with ThreadPoolExecutor(1) as beside:  # at once, in half of the engine's steps
+        asked = beside.submit(create, name, **body)
+        pieces = joined(create(name, stream=True, **body))
+        whole = asked.result()
     assert [told(choice) for choice in whole.choices] == [own for _, own in sorted(pieces.items())]
     return whole
 
@@ -132,6 +142,7 @@ def both(create, **body):
 # -- texts ----------------------------------------------------------------------------------------
 
 
+@IN_BOTH_WAYS
 def test_greedy_answers_are_those_of_the_library(create, llm):
     for text in (SUM, "reverse: hello", "9+9=", "count from 17:"):
         ask = [{"role": "user", "content": text}]
@@ -374,6 +385,7 @@ def test_a_call_that_must_come(choice, create):
 # -- vectors, models, errors ----------------------------------------------------------------------
 
 
+@IN_BOTH_WAYS
 def test_vectors_are_those_of_the_library(create, llm):
     """The client asks for base64 and reads it; floats are the same."""
     texts = ["one", "two and more"]

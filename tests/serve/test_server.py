@@ -14,7 +14,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from http_server import ASK, JSON, PATIENCE, httpx, serving
+from http_server import ASK, JSON, PATIENCE, PLAIN, httpx, serving
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from invariants import check_scheduler
@@ -345,7 +345,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 def test_bodies_are_bounded(place, monkeypatch):
     monkeypatch.setattr(guard, "MAX_BODY", 1000)
     for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):  # with its length, and in chunks
-        answer = httpx.post(place.url + CHAT, content=content, headers=JSON, timeout=PATIENCE)
+        answer = httpx.post(place.url + CHAT, content=content, headers=JSON, **PLAIN)
         assert answer.status_code == 413 and "1,000 bytes" in answer.json()["error"]["message"]
     assert place.post(CHAT, {"messages": ASK, "max_tokens": 1}).status_code == 200
 
@@ -836,7 +836,7 @@ def test_the_command_drains_at_a_signal(number):
         options = {"headers": {"Authorization": "Bearer k"}, "timeout": PATIENCE}
         names = httpx.get(f"{url}/v1/models", **options).json()["data"]
         assert [each["id"] for each in names] == ["tiny-qwen3"]
-        body = {"prompt": "count from 17:", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"prompt": "count from 17:", "max_tokens": 150, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, **options) as answer:
             lines = answer.iter_lines()
             next(lines)

@@ -87,10 +87,10 @@ def test_tokens_are_the_same_after_sleep(
 
 
 def test_memory_goes_and_comes(tmp_path: Path) -> None:
-    """Of weights of 33 MB and a KV cache of 16 MB, which this engine has filled."""
-    shape = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
+    """Of weights of 37 MB and a KV cache of 16 MB, which this engine has filled."""
+    shape = {"hidden_size": 512, "intermediate_size": 128, "vocab_size": 8192}
     path = make_checkpoint(tmp_path / "model", **shape)
-    size = 2 * (2048 * 512 * 3 + 512 * 128 * 6) * 4 + 2 * 4096 * 512 * 4
+    size = 2 * (128 * 512 * 3 + 512 * 128 * 6) * 4 + 2 * 8192 * 512 * 4
     options = {**OPTIONS, "num_kvcache_blocks": 512, "fused_kernels": False}
     prompts = [[(i * j) % 4093 for j in range(1, 120)] for i in range(60)]
     with LLM(path, **options) as llm:

@@ -139,6 +139,7 @@ def test_beams_are_those_of_transformers(path: Path) -> None:
         assert found == pytest.approx([total for _, total in wanted], abs=1e-3)
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("size", [1, 2])
 def test_chunks_and_prefixes_end_before_images(
     path: Path, wanted: list[list[int]], size: int, monkeypatch: pytest.MonkeyPatch
