@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Prepare a process that runs tests: the main one of pytest-xdist would import torch before it
     starts the others.
     """
-    if config.getoption("numprocesses") and not hasattr(config, "workerinput"):
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     # Imports, and how pytest rewrites tests, leave no garbage. It would be looked for in all of
     # torch and transformers again and again: a third of the time until the first test runs.

@@ -836,7 +836,7 @@ def test_the_command_drains_at_a_signal(number):
         options = {"headers": {"Authorization": "Bearer k"}, "timeout": PATIENCE}
         names = httpx.get(f"{url}/v1/models", **options).json()["data"]
         assert [each["id"] for each in names] == ["tiny-qwen3"]
-        body = {"prompt": "count from 17:", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        body = {"prompt": "count from 17:", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, **options) as answer:
             lines = answer.iter_lines()
             next(lines)
