@@ -137,13 +137,13 @@ SIZES = [(1, None), (9, SMALL_TILES), (30, FEW), (40, SOME), (99, MANY)]
 SIZES_IN_8_BITS = [(9, SMALL_TILES), (70, None), (99, MANY_IN_8_BITS)]
 CASES = [(*size, *scale, False) for size in SIZES for scale in SCALES]
 CASES += [(*size, *scale, True) for size in SIZES_IN_8_BITS for scale in SCALES[:2]]
-USUAL = [(1, 1, 256), (1, 128, 208), (9, 128, 208), (30, 128, 256), (40, 1, 256), (70, 128, 256)]
-USUAL += [(9, 1, 256)]
+USUAL = [(1, 1, 256, False), (1, 128, 208, False), (9, 128, 208, False), (30, 128, 256, False)]
+USUAL += [(40, 1, 256, False), (9, 1, 256, True), (70, 128, 256, True)]
 
 
 @pytest.mark.parametrize(
     ("T", "tiles", "block", "M", "in_8_bits"),
-    [case if (case[0], *case[2:4]) in USUAL else rare(*case) for case in CASES],
+    [case if (case[0], *case[2:]) in USUAL else rare(*case) for case in CASES],
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16])
 def test_experts_in_8_bits_are_those_of_float64(

@@ -83,7 +83,7 @@ MIXED = [NEVER, 6, 0]
     "owners_from", [rare(NEVER), 6, rare(0)], ids=["by-all", "both", "by-owner"]
 )
 @pytest.mark.parametrize("parts", [rare(1), 4], ids=["whole", "partial"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float16"])
+@pytest.mark.parametrize("dtype", [rare(torch.float32), torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("size", [rare(2), 3])
 def test_norm_sums_over_the_ranks(
     processes: RankProcesses,
