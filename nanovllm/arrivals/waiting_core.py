@@ -90,14 +90,16 @@ class WaitingCore(Core[Any]):
         max_num_batched_tokens: int,
     ) -> None:
         self._core, self._intake, self._make = core, intake, make
-        self._preparation, self._max_num_batched_tokens = preparation, max_num_batched_tokens
+        self._preparation = preparation
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: dict[int, WaitingRequest] = {}
         self._failed: list[WaitingRequest] = []  # with listeners, which have not been told
         self._events = ImageEvents()  # of a recording
         self._ended = 0  # requests that had ended when memory was last released
         super().__init__()
         self.requests: MutableMapping[int, Any] = ChainMap(self._waiting, core.requests)  # type: ignore[assignment]
-        self.finished, self.metrics, self.turn = core.finished, core.metrics, core.turn
+        self.finished, self.metrics = core.finished, core.metrics
+        self.turn = core.turn
 
     def make(
         self,
@@ -125,8 +127,8 @@ class WaitingCore(Core[Any]):
     def with_images(
         self, checked: list[CheckedRequest | Refusal]
     ) -> list[CheckedRequest | Refusal]:
-        """The same prompts with their images ready; a `Refusal` replaces one with a broken image.
-        Their memory counts until they are ready.
+        """The same prompts with their images ready; a `Refusal` replaces a prompt with a broken
+        image. Their memory counts until they are ready.
         """
         assert self.is_idle(), "others wait for images"
         found, places = [*checked], {}

@@ -42,8 +42,8 @@ class Core(ABC, Generic[R]):
             aborting is unsafe.
         meanwhile: is called in each step before the wait for its results: what it does, in whatever
             thread, goes on while the device computes.
-        turn: is the engine's while a step prepares or books work of a device that computes
-            meanwhile, and the others' while it waits.
+        turn: sign by which other threads wait while a step is prepared or booked, where the device
+            computes meanwhile.
         is_held: whether nothing is computed until `release`.
         weight_version: version of the weights, see `LLM.update_weights`.
     """

@@ -69,7 +69,6 @@ class _Job:
         sized: the picture.
         users: ids of these requests.
         held: bytes counted for it now.
-        helps: whether that is one of the threads that help.
         is_running: whether a thread has it.
         prepared: what became of it; None: nothing yet.
     """
@@ -77,7 +76,6 @@ class _Job:
     sized: SizedPicture
     users: set[int] = field(default_factory=set)
     held: int = 0
-    helps: bool = False
     is_running: bool = False
     prepared: Prepared | None = None
 
@@ -133,7 +131,7 @@ class Preparation:
         self._max_bytes = max_bytes
         self.counts, self.held_bytes, self.waiting_bytes = PreparationCounts(), 0, 0
         self.note: Callable[[Prepared], None] = lambda prepared: None
-        # Those beside the engine, and those that help; started for the first picture.
+        # Threads beside the engine, and threads that help; started for the first picture.
         self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
         self._done: queue.SimpleQueue[tuple[_Job, Prepared]] = queue.SimpleQueue()
         self._has_done = threading.Event()
@@ -141,7 +139,7 @@ class Preparation:
         self._queue: deque[_Job] = deque()  # not given to a thread, the oldest first
         # Given to the threads beside the engine, the oldest first: most of it waits there.
         self._beside: dict[_Job, Future[Prepared]] = {}
-        self._num_running = [0, 0]  # pictures that threads beside the engine have, and the others
+        self._num_helping = 0  # pictures that the others have
         self._requests: dict[int, tuple[PlacedPicture, ...]] = {}
         self._missing: dict[int, int] = {}  # pictures that a waiting request lacks
         self._ready: deque[int] = deque()
@@ -226,8 +224,7 @@ class Preparation:
         books = self._jobs, self._queue, self._requests, self._missing, self._ready, self.admitted
         for book in (*books, self._beside):
             book.clear()
-        self._num_running = [0, 0]
-        self.held_bytes = self.waiting_bytes = 0
+        self._num_helping = self.held_bytes = self.waiting_bytes = 0
 
     @property
     def has_room(self) -> bool:
@@ -242,9 +239,13 @@ class Preparation:
     @property
     def is_running(self) -> bool:
         """Whether threads have pictures, also those that nobody wants any more."""
-        return any(self._num_running)
+        return self._num_running > 0
 
     # -- the books ------------------------------------------------------------------------------
+
+    @property
+    def _num_running(self) -> int:
+        return len(self._beside) + self._num_helping
 
     def _add_ready(self, request_id: int) -> None:
         if not self._ready:
@@ -252,8 +253,8 @@ class Preparation:
         self._ready.append(request_id)
 
     def _waits_for_others(self, enough: int) -> bool:
-        num_running = sum(self._num_running)
-        if not num_running or len(self._queue) + num_running <= self._num_threads:
+        num_left = len(self._queue) + self._num_running
+        if not self.is_running or num_left <= self._num_threads:
             return False
         pictures = (placed for i in self._ready for placed in self._requests.get(i, ()))
         is_enough = sum(placed.sized.num_tokens for placed in pictures) >= enough
@@ -282,16 +283,15 @@ class Preparation:
         one needs none. Those that help begin with what waits for the others: it is older, and may
         have all the memory.
         """
-        num_helping = self._num_threads - self._num_beside if all_help else 0
+        num_helpers = self._num_threads - self._num_beside if all_help else 0
         for job in [*self._beside]:
-            if self._num_running[True] >= num_helping:
+            if self._num_helping >= num_helpers:
                 break
             if self._withdraw(job):
-                job.helps = True
-                self._submit(job)
+                self._submit(job, helps=True)
         while self._queue:
-            helps = self._num_running[True] < num_helping
-            if not helps and self._num_running[False] >= AHEAD * self._num_beside:
+            helps = self._num_helping < num_helpers
+            if not helps and len(self._beside) >= AHEAD * self._num_beside:
                 return
             job = self._queue[0]
             if job.users:
@@ -299,11 +299,10 @@ class Preparation:
                 if not fits and not even_beyond and self.held_bytes:
                     return
                 even_beyond = False
-                job.helps = helps
-                self._submit(job)
+                self._submit(job, helps=helps)
             self._next()
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: _Job, *, helps: bool) -> None:
         if self._threads is None:
             others = max(1, self._num_threads - self._num_beside)
             self._threads = (
@@ -320,10 +319,11 @@ class Preparation:
 
         self._hold(job, sized.cost)
         job.is_running = True
-        self._num_running[job.helps] += 1
-        first = self._num_beside if job.helps else 0
-        future = self._threads[job.helps].submit(_prepare, sized, self._processor, first)
-        if not job.helps:
+        first = self._num_beside if helps else 0
+        future = self._threads[helps].submit(_prepare, sized, self._processor, first)
+        if helps:
+            self._num_helping += 1
+        else:
             self._beside[job] = future
         future.add_done_callback(tell)
 
@@ -333,13 +333,12 @@ class Preparation:
         if future is None or not future.cancel():  # a thread has it, or has had it
             return False
         del self._beside[job]
-        self._num_running[False] -= 1
         job.is_running = False
         return True
 
     def _book(self, job: _Job, prepared: Prepared) -> None:
-        self._beside.pop(job, None)
-        self._num_running[job.helps] -= 1
+        if self._beside.pop(job, None) is None:
+            self._num_helping -= 1
         job.is_running, job.prepared = False, prepared
         is_kept = prepared.image is not None and job.users
         self._hold(job, job.sized.num_bytes if is_kept else 0)

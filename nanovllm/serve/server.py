@@ -41,7 +41,7 @@ class Server(uvicorn.Server):
     def listen(self) -> None:
         """Serve until a signal."""
         gc.collect()
-        gc.freeze()  # what is there stays: looking through it takes a tenth of a second each time
+        gc.freeze()  # the engine's objects: each search through them takes a tenth of a second
         self.run(sockets=[self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -20,4 +20,6 @@ class Turn:
     def __init__(self) -> None:
         is_free = threading.Event()
         is_free.set()
-        self.take, self.give, self.wait = is_free.clear, is_free.set, is_free.wait
+        self.take = is_free.clear
+        self.give = is_free.set
+        self.wait = is_free.wait
