@@ -20,6 +20,7 @@ from nanovllm.utils.device import wait_for_device
 from nanovllm.utils.integers import cdiv
 
 PARCEL_BYTES = 256 << 20  # of tensors that travel together; a larger one travels alone
+PAGE_BYTES = 2 << 20  # of a GPU's memory
 ALIGNMENT = 256  # bytes, at multiples of which tensors begin
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 NO_IPC = "pass the tensors on the CPU where processes cannot share a GPU's memory"
@@ -161,7 +162,7 @@ class Buffer:
             return
         with torch.cuda.device(device):
             wait_for_device(device)  # the driver's calls need PyTorch's context
-            self._address = driver.allocate(num_bytes, NO_IPC)
+            self._address = driver.allocate(cdiv(num_bytes, PAGE_BYTES) * PAGE_BYTES, NO_IPC)
             try:
                 self.memory = DeviceMemory(driver.export(self._address, NO_IPC))
             except BaseException:
