@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import SMALL, greedy, make_checkpoint, rare, tokens
 from nanovllm import LLM, AsyncLLM, SamplingParams, share_weights
 from nanovllm.layers.weights import onednn
+from nanovllm.updates import parcel
 
 OPTIONS = {**SMALL, "num_kvcache_blocks": 64}
 
@@ -182,6 +184,19 @@ def test_tensors_of_another_process(options: dict[str, int], paths: tuple[Path, 
         llm.finish_weight_update()
         assert results(llm) == wanted and llm.weight_version == 6
         go_on()
+
+
+def test_a_buffer_on_a_gpu_is_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process maps these in half a millisecond, and any other size in 10 ms a GB."""
+    sizes = []
+    monkeypatch.setattr(parcel.driver, "allocate", lambda num_bytes, _: sizes.append(num_bytes))
+    monkeypatch.setattr(parcel.driver, "export", lambda *_: bytes(64))
+    monkeypatch.setattr(parcel.driver, "as_tensor", lambda *_: torch.empty(0))
+    monkeypatch.setattr(parcel, "wait_for_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    for num_bytes in (256, 2 << 20, (4 << 20) + 256):
+        parcel.Buffer(num_bytes, torch.device("cuda"))
+    assert sizes == [2 << 20, 2 << 20, 6 << 20]
 
 
 def test_messages_that_are_none(paths: tuple[Path, Path]) -> None:
