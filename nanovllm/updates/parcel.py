@@ -20,7 +20,7 @@ from nanovllm.utils.device import wait_for_device
 from nanovllm.utils.integers import cdiv
 
 PARCEL_BYTES = 256 << 20  # of tensors that travel together; a larger one travels alone
-PAGE_BYTES = 2 << 20  # of a GPU; others need 10 ms a GB to open memory that is not whole pages
+PAGE_BYTES = 2 << 20  # of a GPU; others take 9 ms a GB to open memory that is not whole pages
 ALIGNMENT = 256  # bytes, at multiples of which tensors begin
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 NO_IPC = "pass the tensors on the CPU where processes cannot share a GPU's memory"

@@ -187,7 +187,7 @@ def test_tensors_of_another_process(options: dict[str, int], paths: tuple[Path, 
 
 
 def test_a_buffer_on_a_gpu_is_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process maps these in half a millisecond, and any other size in 10 ms a GB."""
+    """Another process maps these in half a millisecond, and any other size in 9 ms a GB."""
     sizes = []
     monkeypatch.setattr(parcel.driver, "allocate", lambda num_bytes, _: sizes.append(num_bytes))
     monkeypatch.setattr(parcel.driver, "export", lambda *_: bytes(64))
