@@ -6,12 +6,13 @@ What all events of a stream have in common is written once; of most, only the te
 import json
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring as quote  # in C; text that is not ASCII stays as it is
 from typing import Any
 
 from nanovllm.openai.asks import Ask
-from nanovllm.openai.calls import Call, Splitter
+from nanovllm.openai.calls import THINK_END, Call, Splitter
 from nanovllm.openai.choices import LEAST_LOGPROB, chat_logprobs, text_logprobs, usage
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -26,16 +27,20 @@ class Choice:
     Args:
         ask: request.
         index: its index in the answer.
+        tokenizer: tokenizer of the model.
 
     Attributes:
         index: its index.
         has_begun: whether a part was told.
+        num_reasoning_tokens: number of tokens of its reasoning, tags included.
         num_chars: characters of the tokens told so far that have log-probabilities.
     """
 
-    def __init__(self, ask: Ask, index: int) -> None:
+    def __init__(self, ask: Ask, index: int, tokenizer: Any) -> None:
         self.index, self.has_begun, self.num_chars = index, False, 0
-        self._ask, self._num_calls = ask, 0
+        self._ask, self._tokenizer, self._num_calls = ask, tokenizer, 0
+        self._token_ids: list[int] = []  # until the reasoning ends
+        self.num_reasoning_tokens = 0
         self._splitter: Splitter | None = None
         if ask.may_reason or ask.may_call:
             self._splitter = Splitter(
@@ -48,7 +53,10 @@ class Choice:
         """
         if self._splitter is None:
             return [{"content": part.text}] if part.text else []
+        was_reasoning = self._splitter.is_reasoning
         said = self._splitter.feed(part.text, is_end=part.finished())
+        if self._ask.may_reason and was_reasoning is not False:
+            self._count_reasoning(part.token_ids, self._splitter.is_reasoning)
         reasoning = said.reasoning if self._ask.shows_reasoning else ""
         fields = {
             "reasoning": reasoning,  # vLLM's name, and DeepSeek's
@@ -64,6 +72,20 @@ class Choice:
             news = _call_news(call, self._num_calls - 1)
             deltas += [{"tool_calls": [each]} for each in news]
         return deltas
+
+    def _count_reasoning(self, token_ids: list[int], is_reasoning: bool | None) -> None:
+        """Count the tokens of the reasoning after more of them, where it is known to be one."""
+        self._token_ids += token_ids
+        if is_reasoning is None:
+            return
+        count = len(self._token_ids)
+        if not is_reasoning:  # it ended in these tokens
+            count = bisect_left(
+                range(count),
+                True,
+                key=lambda end: THINK_END in self._tokenizer.decode(self._token_ids[:end]),
+            )
+        self.num_reasoning_tokens = count
 
     def finish_reason(self, part: CompletionOutput) -> str | None:
         """The `finish_reason` of a chat."""
@@ -146,7 +168,7 @@ class Answer:
         index = number * self._ask.params.n + part.index
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = Choice(self._ask, index)
+            choice = self._choices[index] = Choice(self._ask, index, self._tokenizer)
         return choice
 
     # -- events -----------------------------------------------------------------------------------
@@ -283,7 +305,11 @@ class Answer:
             sum(len(output.prompt_token_ids) for output in prompts),
             0 if self._ask.drops_tokens else self._num_tokens,
             sum(output.num_cached_tokens for output in prompts),
+            self._num_reasoning() if self._ask.may_reason else None,
         )
+
+    def _num_reasoning(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self._choices.values())
 
 
 def _call_news(call: Call, index: int) -> Iterator[dict[str, Any]]:

@@ -81,12 +81,16 @@ class Splitter:
         may_reason: whether the text may begin with reasoning.
         is_reasoning: whether it begins within reasoning, which the prompt has opened.
         may_call: whether calls are looked for.
+
+    Attributes:
+        is_reasoning: whether the text is within reasoning, by what is certain; None before any.
     """
 
     def __init__(self, *, may_reason: bool, is_reasoning: bool, may_call: bool) -> None:
         self._text, self._is_end = "", False  # what is not told yet, and whether it is all
         self._told: dict[str, str] = {}
         self._calls: list[Call] = []
+        self.is_reasoning: bool | None = None
         self._reader = self._read(may_reason, is_reasoning, may_call)
 
     def feed(self, text: str, *, is_end: bool = False) -> Said:
@@ -105,7 +109,9 @@ class Splitter:
             if is_reasoning := self._text.lstrip().startswith(THINK):
                 self._text = self._text.lstrip()[len(THINK) :]
         if is_reasoning:
+            self.is_reasoning = True
             yield from self._read_up_to(THINK_END, "reasoning", is_after_tag=True)
+            self.is_reasoning = False
         is_after_tag = is_reasoning
         while True:
             newlines = yield from self._read_up_to(

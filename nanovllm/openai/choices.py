@@ -36,13 +36,17 @@ def text_choice(completion: CompletionOutput) -> dict[str, Any]:
     }
 
 
-def usage(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
-    """The tokens of a request."""
+def usage(
+    num_prompt: int, num_generated: int, num_cached: int, num_reasoning: int | None = None
+) -> dict[str, Any]:
+    """The tokens of a request; those of its reasoning, where a model may reason."""
+    reasoning = {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": num_cached},
+        **({} if num_reasoning is None else reasoning),
     }
 
 

@@ -177,14 +177,20 @@ def test_reasoning_is_not_content(variables, said, content, reasoning, whole, pl
     pytest.importorskip("llguidance")
     body = {"messages": ASK, "temperature": 0, "structured_outputs": {"choice": [said]}}
     body |= {"chat_template_kwargs": variables, "max_tokens": 99, "stream": not whole}
+    if not whole:
+        body["stream_options"] = {"include_usage": True}
+    usages = []
 
     def ask(body):
         answer = place.post("/v1/chat/completions", body)
         if whole:
+            usages.append(answer.json()["usage"])
             return answer.json()["choices"][0]["message"]
         found = {}
-        for line in answer.text.split("\n\n")[:-2]:
-            for name, text in json.loads(line[6:])["choices"][0]["delta"].items():
+        *events, last = (json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2])
+        usages.append(last["usage"])
+        for event in events:
+            for name, text in event["choices"][0]["delta"].items():
                 found[name] = found.get(name, "") + text
         return found
 
@@ -193,6 +199,13 @@ def test_reasoning_is_not_content(variables, said, content, reasoning, whole, pl
     assert found.get("reasoning") == found.get("reasoning_content") == reasoning
     found = ask({**body, "include_reasoning": False})
     assert (found["content"], "reasoning" in found) == (content, False)
+    # A token has a character.
+    count = said.index("</think>") + len("</think>") if reasoning else 0
+    details = {"reasoning_tokens": count} if "enable_thinking" not in variables else None
+    assert [usage.get("completion_tokens_details") for usage in usages] == [details] * 2
+    if reasoning:
+        ask({**body, "max_tokens": 9})
+        assert usages[2]["completion_tokens_details"]["reasoning_tokens"] == 9, "all of them"
 
 
 def test_a_form_holds_for_what_follows_the_reasoning(place):
