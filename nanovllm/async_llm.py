@@ -35,8 +35,10 @@ from nanovllm.outputs import (
 from nanovllm.requests.chat import ChatRenderer, Conversation, Tool
 from nanovllm.requests.inputs import most_characters
 from nanovllm.requests.news import AllNews, News
+from nanovllm.requests.renderings import THREADS
 from nanovllm.sampling.structured_output import Grammar
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.threads.daemons import Daemons
 from nanovllm.threads.fair_lock import FairLock
 from nanovllm.threads.turn import Turn
 from nanovllm.tracing.recorder import DEFAULT_PATH
@@ -50,6 +52,7 @@ Tell: TypeAlias = "Callable[[Told], _Mailbox | None]"
 T = TypeVar("T")
 
 WAKE_AT_ONCE = 16  # coroutines
+COMPILING_FORMS = 2  # at once
 TURN_SECONDS = 0.01  # that a loop waits for its turn
 
 
@@ -83,6 +86,9 @@ class AsyncLLM:
         if self.tokenizer is not None:
             self.max_chars = most_characters(self.tokenizer, self.max_model_len)
         self._image_prompts, self._intake = llm.image_prompts, llm._intake
+        # Seconds of some, for which the work of the loops' own threads must not wait.
+        self._fetching = Daemons("nanovllm-fetch", THREADS)
+        self._compiling = Daemons("nanovllm-forms", COMPILING_FORMS)
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = FairLock()  # no command may be queued after the end
@@ -150,7 +156,8 @@ class AsyncLLM:
         commands, tell = self._commands, mailbox.tell
         grammars = None
         if self._intake.has_form(params):  # not in the engine's thread, where all would wait
-            grammars = await asyncio.to_thread(self._intake.compile_form, params)
+            compile_form = partial(self._intake.compile_form, params)
+            grammars = await asyncio.wrap_future(self._compiling.submit(compile_form))
         self._ask(lambda jobs: jobs.add(prompt, params, tell, pooling, grammars))
         try:
             while True:
@@ -202,7 +209,10 @@ class AsyncLLM:
             chat_template_kwargs=chat_template_kwargs,
             max_chars=self.max_chars,
         )
-        return await asyncio.to_thread(renderer.render, messages, "messages")
+        if not renderer.may_fetch(messages):
+            return await asyncio.to_thread(renderer.render, messages, "messages")
+        render = partial(renderer.render, messages, "messages")
+        return await asyncio.wrap_future(self._fetching.submit(render))
 
     @takes_foreign(FOREIGN_ARGUMENTS)
     async def chat(

@@ -6,6 +6,7 @@ which tools must be called, and how a prompt is tokenised.
 
 import asyncio
 import json
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,8 @@ MAX_ITEMS = {
     "logit_bias": (MAX_IDS, "token ids"),
 }
 MAX_FORM = 1 << 16  # characters of a schema or a grammar
-MAX_REGEX = 1 << 14  # of a regular expression, which may take the square of its length
+MAX_REGEX = 1 << 12  # of a regular expression, which may take the square of its length
+REGEX = re.compile(r"/(?:\\.|[^/\\\n])+/")  # in a grammar
 DEFAULT_TOKENS = 16  # of a completion that says nothing, as OpenAI's
 
 
@@ -275,6 +277,12 @@ def _check_bounds(ask: Ask, max_model_len: int) -> None:
         if size > most:
             raise ValueError(
                 f"`structured_outputs` must have at most {most:,} characters, got {size:,}"
+            )
+        longest = max(map(len, REGEX.findall(form.grammar or "")), default=0)
+        if longest > MAX_REGEX:
+            raise ValueError(
+                f"`structured_outputs` must have regular expressions of at most {MAX_REGEX:,} "
+                f"characters, got {longest:,}"
             )
 
 

@@ -11,18 +11,17 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from nanovllm.images.prompts import ImagePrompts, NoImages
-from nanovllm.requests.image_parts import ImageParts
+from nanovllm.requests.image_parts import ImageParts, has_images
 from nanovllm.requests.inputs import encode, listed
 from nanovllm.requests.messages import (
     Messages,
     arguments_as_json,
     arguments_as_object,
     has_calls,
-    is_list,
     read_conversation,
     with_calls,
 )
-from nanovllm.utils.checks import check_bool, shown
+from nanovllm.utils.checks import check_bool, is_list, shown
 
 Message: TypeAlias = Mapping[str, Any]
 Conversation: TypeAlias = Sequence[Message]
@@ -134,6 +133,10 @@ class ChatRenderer:
         )
         prompt = {"prompt": text, "prompt_token_ids": token_ids}
         return {**prompt, "multi_modal_data": {"image": parts.found}} if parts.found else prompt
+
+    def may_fetch(self, conversation: Any) -> bool:
+        """Whether rendering a conversation may wait for a host."""
+        return self._images.fetches and has_images(conversation)
 
     def _apply(self, messages: Messages) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._options)

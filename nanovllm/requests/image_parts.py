@@ -6,7 +6,7 @@ from typing import Any
 from nanovllm.images.picture import PartImage
 from nanovllm.images.processor import read_limits
 from nanovllm.images.prompts import ImagePrompts, NoImages
-from nanovllm.utils.checks import shown
+from nanovllm.utils.checks import is_list, shown
 
 # Types of parts with an image, and the keys that may hold it.
 TYPES = {
@@ -22,6 +22,14 @@ OTHER_TYPES = {
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "sound is"),
     "image_embeds": "embeddings of images are",
 }
+
+
+def has_images(conversation: Any) -> bool:
+    """Whether a part of a conversation is an image, before anything of it is checked."""
+    messages = conversation if is_list(conversation) else ()
+    contents = (each.get("content") for each in messages if isinstance(each, Mapping))
+    parts = (part for content in contents if is_list(content) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") in (*TYPES,) for part in parts)
 
 
 class ImageParts:

@@ -8,11 +8,11 @@ are taken out of their parts; anything but these and text is refused. Imports no
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 from nanovllm.requests.image_parts import ImageParts
 from nanovllm.requests.inputs import listed
-from nanovllm.utils.checks import shown
+from nanovllm.utils.checks import is_list, shown
 
 Messages: TypeAlias = list[dict[str, Any]]
 
@@ -73,11 +73,6 @@ def arguments_as_json(arguments: Any) -> str:
     if isinstance(arguments, str) and arguments.strip():
         return arguments
     return json.dumps(arguments_as_object(arguments), ensure_ascii=False, default=dict)
-
-
-def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether a caller's value is a list, or may stand for one."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def _with_arguments(call: Mapping[str, Any], arguments: Callable[[Any], Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def call_deep(function: Callable[[], T], stack: int) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     with _size_lock:
         before = threading.stack_size(stack)
         try:

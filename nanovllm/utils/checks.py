@@ -5,7 +5,7 @@ import math
 import numbers
 import reprlib
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 T = TypeVar("T")
 SHOWN = 8  # names listed in an error
@@ -64,6 +64,11 @@ def listed(names: Sequence[str]) -> str:
     """Names for an error, the first of many."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether a caller's value is a list, or may stand for one."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def is_number_or_none(value: Any) -> bool:

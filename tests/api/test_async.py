@@ -31,10 +31,11 @@ from checkpoints import (
     references,
 )
 from faults import FAULT_POINTS, fail_at
-from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.async_llm import WAKE_AT_ONCE, _Jobs, _Mailbox, _serve, _Waker
+from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from nanovllm.async_llm import COMPILING_FORMS, WAKE_AT_ONCE, _Jobs, _Mailbox, _serve, _Waker
 from nanovllm.llm import POOLING
 from nanovllm.requests.news import News
+from nanovllm.sampling.structured_output import GrammarCompiler
 
 PATIENCE = 60  # seconds, for what would hang for ever
 # Requests without an end take some seconds, so that they run still when a loop comes late.
@@ -667,6 +668,40 @@ def test_left_requests_are_aborted(how, hall, checkpoint):
         assert hall.llm.metrics()["num_finished"] == 2
 
     asyncio.run(main())
+
+
+def test_forms_that_take_long_keep_other_chats_from_nothing(monkeypatch):
+    """Nor the end of the engine, once those who asked have left."""
+    may_end, begun = threading.Event(), []
+
+    def compiling(*_):
+        begun.append(1)
+        assert may_end.wait(PATIENCE)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compiling)
+    params = [greedy(3), greedy(3, structured_outputs=StructuredOutputsParams(regex="b"))]
+
+    async def last(async_llm, own):
+        return [
+            output async for output in async_llm.chat([{"role": "user", "content": "1+1="}], own)
+        ][-1]
+
+    async def main():
+        async with AsyncLLM(TINY) as async_llm:
+            tasks = [asyncio.create_task(last(async_llm, params[1])) for _ in range(40)]
+            while len(begun) < COMPILING_FORMS:
+                await asyncio.sleep(0)
+            assert (await last(async_llm, params[0])).finished
+            for task in tasks:
+                task.cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(each, asyncio.CancelledError) for each in found)
+        assert len(begun) == COMPILING_FORMS, "calls that had not begun are dropped"
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    finally:
+        may_end.set()
 
 
 def test_cancelled_before_it_was_queued(hall, checkpoint, monkeypatch):

@@ -1,5 +1,6 @@
 """Images that messages name by URLs of http: whom an engine asks, and what it takes for one."""
 
+import asyncio
 import ssl
 import subprocess
 import threading
@@ -14,7 +15,7 @@ pytest.importorskip("PIL", reason="needs the extra `vision`")
 
 from picture_host import PATIENCE, PictureHost, picture, picture_host, send
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.images import fetching
 from nanovllm.images.urls import Media
@@ -265,3 +266,36 @@ def test_chat(host: PictureHost, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"a path or a data URL, got .*: download it"):
             prompt = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": urls[0]}}
             llm.generate([prompt], params, use_tqdm=False)
+
+
+def test_hosts_that_take_long_keep_other_chats_from_nothing(
+    host: PictureHost, tmp_path: Path
+) -> None:
+    """Nor the end of the engine, once those who asked have left."""
+    from make_tiny_vision import make_model
+
+    make_model(tmp_path)
+    host.pages["/slow"] = lambda _: host.gate.wait(PATIENCE)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    slow = [{"type": "image_url", "image_url": {"url": host.url("slow")}}]
+
+    async def last(llm: AsyncLLM, content: Any) -> Any:
+        return [
+            output async for output in llm.chat([{"role": "user", "content": content}], params)
+        ][-1]
+
+    async def main() -> None:
+        options = {"num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_model_len": 512}
+        async with AsyncLLM(tmp_path, allowed_media_domains=[HERE], **options) as llm:
+            tasks = [asyncio.create_task(last(llm, slow)) for _ in range(40)]
+            while len(host.asked) < 16:
+                await asyncio.sleep(0)
+            assert len((await last(llm, "hi")).outputs[0].token_ids) == 3
+            for task in tasks:
+                task.cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(each, asyncio.CancelledError) for each in found)
+            assert len((await last(llm, "hi")).outputs[0].token_ids) == 3
+        assert len(host.asked) == 16, "calls that had not begun are dropped"
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))

@@ -428,9 +428,15 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex"),
         (
             "/v1/completions",
-            {"prompt": "a", "structured_outputs": {"regex": "a" * 16_385}},
+            {"prompt": "a", "structured_outputs": {"regex": "a" * 4097}},
             400,
-            "at most 16,384 characters",
+            "at most 4,096 characters",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "structured_outputs": {"grammar": f"start: /b\\/{'a' * 4097}/"}},
+            400,
+            "regular expressions of at most 4,096 characters, got 4,102",
         ),
         (
             "/v1/completions",
