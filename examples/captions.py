@@ -38,16 +38,17 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="of a caption (64)")
     parser.add_argument("--max-pixels", type=int, help="of a picture; larger ones are scaled down")
     args = parser.parse_args()
-    if not args.folder.is_dir():
-        parser.error(f"--folder must be a folder, got {args.folder}")
+    folder = args.folder.resolve()  # however it is spelled
+    if not folder.is_dir():
+        parser.error(f"--folder must be a folder, got {folder}")
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
     job = {key: value for key, value in vars(args).items() if key not in ("folder", "output")}
     sink = ResumableSink(args.output, job)  # an output of another job is refused
-    limits = {"max_pixels": args.max_pixels} if args.max_pixels else None
+    limits = {} if args.max_pixels is None else {"max_pixels": args.max_pixels}
     with sink, LLM(args.model, mm_processor_kwargs=limits) as llm:
         before = sink.num_finished
         try:
-            pictures = as_rows(rows(args.folder, args.question))
+            pictures = as_rows(rows(folder, args.question))
             for result in run(llm, sink.unfinished(pictures), params, chat=True):
                 sink.write(result)
         except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.openai_batch import read_request
-from nanovllm.batch.params import parameter_like
+from nanovllm.batch.params import names_images, parameter_like
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import Ask, Row, as_rows, read_ask
 from nanovllm.images.picture import NoPillowError
@@ -133,6 +133,7 @@ class _Job:
         self._ramp = BETWEEN_STEPS  # so that the first steps do not wait for all rows that can run
         self._is_end = False
         self._names = set(PARAMETERS)  # names of fields that need no further look
+        self._sees = isinstance(llm.image_prompts, ImagePrompts)
 
     def results(self) -> Results:
         """The results, in the order that the caller asked for."""
@@ -248,6 +249,12 @@ class _Job:
                     "you mean the sampling parameter `%s`?",
                     name,
                     parameter,
+                )
+            elif self._sees and names_images(name) and "multi_modal_data" not in fields:
+                logger.warning(
+                    "rows have a field `%s`, which has no effect and is copied to the results; did "
+                    'you mean "multi_modal_data": {"image": ...}?',
+                    name,
                 )
 
     def renderer(self, own: Mapping[str, Any]) -> ChatRenderer:

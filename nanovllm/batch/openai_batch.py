@@ -22,7 +22,7 @@ from typing import Any
 from nanovllm.batch.rows import Ask, Row
 from nanovllm.openai.bodies import CHAT, COMPLETIONS, Fields, read_chat, read_sampling
 from nanovllm.openai.choices import chat_choice, text_choice, usage
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, Mistake, RequestOutput
 from nanovllm.requests.json_params import whole
 from nanovllm.sampling_params import SamplingParams
 
@@ -100,7 +100,7 @@ def answer(
     response: dict[str, Any]
     if error is not None or output is None:
         status, kind, code = 500, "server_error", "server_error"
-        if params is None:
+        if params is None or isinstance(error, Mistake):
             status, kind, code = 400, "invalid_request_error", "invalid_request"
         response = {"error": {"message": error, "type": kind, "param": None, "code": code}}
         problem = {"code": code, "message": str(error)}

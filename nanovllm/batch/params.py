@@ -26,6 +26,12 @@ def parameter_like(name: Any) -> str | None:
     return NAMES.get(nearest(plain, NAMES, CLOSE)) if len(plain) > 1 else None
 
 
+def names_images(name: Any) -> bool:
+    """Whether a field has a name that stands for pictures elsewhere."""
+    plain = str(name).lower().replace("_", "")
+    return plain in ("image", "images", "imageurl", "imagepath", "imagefile")
+
+
 def wants_outputs(params: SamplingParams) -> bool:
     """Whether a request asks for more than one text, so that its result has all completions."""
     return (

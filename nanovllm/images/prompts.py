@@ -107,17 +107,17 @@ class ImagePrompts:
         self.fetches = media.fetches
 
     def find(self, given: Any, name: str, count: int) -> Any:
-        """The image in a message, the `count`-th of its conversation. Strings name what
-        `Media.find` allows, also as the `path` of a dictionary.
+        """The image in a message, the `count`-th of its conversation. Strings and paths
+        name what `Media.find` allows, also as the `path` of a dictionary.
 
         Raises:
             TypeError, ValueError: if it must not be read, or is one too many, which is not fetched.
         """
         if count > self._most:
-            raise ValueError(f"`{name}` must be one of at most {self._most} images ({LIMIT})")
+            raise ValueError(f"`{name}` must be one of at most {_images(self._most)} ({LIMIT})")
         if isinstance(given, Mapping):
             given, name = unwrap(given, name)
-            given = os.fspath(given) if isinstance(given, os.PathLike) else given
+        given = os.fspath(given) if isinstance(given, os.PathLike) else given
         return self._media.find(given, name) if isinstance(given, str) else given
 
     def open(self, data: Any, limits: Any, name: str) -> list[SizedPicture]:
@@ -134,7 +134,7 @@ class ImagePrompts:
         given = images_of(data, name)
         if len(given) > self._most:
             raise ValueError(
-                f"`{name}` must have at most {self._most} images ({LIMIT}), got {len(given)}"
+                f"`{name}` must have at most {_images(self._most)} ({LIMIT}), got {len(given)}"
             )
         processor = self.processor.with_limits(limits, f'{name}["{SIZED}"]')
         return [self._size(image, of, processor) for of, image in given.items()]
@@ -205,7 +205,7 @@ class ImagePrompts:
         return whole, tuple(placed)
 
     def _mismatch(self, found: int, counts: list[int], name: str) -> str:
-        needed, images = len(counts), f"{len(counts)} image{'s' * (len(counts) != 1)}"
+        needed, images = len(counts), _images(len(counts))
         in_ids = f" ({self.tokens.text_of_id} in token ids)" * bool(self.tokens.text_of_id)
         said = f"`{name}` must have a placeholder {self.tokens.text}{in_ids} for each image"
         if not needed:
@@ -290,6 +290,10 @@ def images_of(data: Any, name: str) -> dict[str, Any]:
     if isinstance(given, (list, tuple)):
         return {f'{where}["image"][{i}]': image for i, image in enumerate(given)}
     return {f'{where}["image"]': given}
+
+
+def _images(count: int) -> str:
+    return f"{count} image{'s' * (count != 1)}"
 
 
 def _runs(token_ids: list[int], pad: int) -> list[tuple[int, int]]:

@@ -91,16 +91,16 @@ def open_picture(given: Any, name: str) -> Picture:
     kind = scheme(given) if isinstance(given, str) else ""
     if kind == "data":
         return _encoded(data_of_url(given, name), name, len(given))
-    if kind in ("http", "https"):
+    if kind == "file":
+        return _file(path_of_url(given, name), name)
+    if kind and given.startswith("://", len(kind)):
         raise ValueError(
             f"`{name}` must be a picture, a path or a data URL, got {short(given)}: download it"
         )
-    if kind == "file":
-        return _file(path_of_url(given, name), name)
     if isinstance(given, (str, os.PathLike)):
         return _file(os.fspath(given), name)
     if hasattr(given, "__array__") or hasattr(given, "__array_interface__"):
-        return _array(np.asarray(given), given, name)
+        return _array(_as_array(given, name), given, name)
     raise TypeError(
         f"`{name}` must be a PIL image, a path, bytes of a file, a data URL or an array, got "
         f"{type(given).__name__}"
@@ -150,6 +150,15 @@ def _pillow(image: Any, name: str) -> Picture:
 def _lock_of(image: Any) -> threading.Lock:
     """A lock for an image that threads may read at once, in two sizes: Pillow has none."""
     return _LOCKS[(id(image) >> 4) % len(_LOCKS)]
+
+
+def _as_array(given: object, name: str) -> NDArray[Any]:
+    try:
+        return np.asarray(given)
+    except Exception as error:  # of the object's own
+        raise TypeError(
+            f"`{name}` cannot be read as an array: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _array(array: NDArray[Any], given: object, name: str) -> Picture:
@@ -211,7 +220,8 @@ def _opened(file: Any, name: str, what: str) -> Iterator[Any]:
     except RefusedError:
         raise
     except BROKEN as error:
-        raise ValueError(f"`{name}` cannot be read: {what}: {error}") from None
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise ValueError(f"`{name}` cannot be read: {what}: {reason}") from None
 
 
 def _peek(file: Any, name: str, what: str) -> tuple[int, int]:

@@ -24,7 +24,8 @@ def resize(pixels: NDArray[np.uint8], height: int, width: int, filter: str) -> N
     """
     if pixels.shape[:2] == (height, width):
         return pixels
-    if not pixels.flags.writeable:  # Pillow's are not, and PyTorch would warn
+    # Pillow's are not writeable, of which PyTorch would warn; mirrored ones it refuses.
+    if not pixels.flags.writeable or min(pixels.strides) < 0:
         pixels = pixels.copy()
     # [1, 3, H, W], colours innermost: PyTorch needs no copies then, nor threads of its own.
     image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)

@@ -152,9 +152,12 @@ def path_of_url(url: str, name: str) -> str:
     """The path in a `file:` URL. `name` stands for it in errors.
 
     Raises:
-        ValueError: if it names another machine.
+        ValueError: if it names another machine, or is no URL.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # brackets that make no sense
+        raise ValueError(f"`{name}` must be a URL, got {short(url)}: {error}") from None
     if parts.netloc not in ("", "localhost"):
         raise ValueError(f"`{name}` must be a file of this machine, got {short(url)}")
     return url2pathname(parts.path)

@@ -126,6 +126,21 @@ def test_rows_of_a_file(llm: LLM, folder: Path, tmp_path: Path, texts: dict[str,
         assert not list(sink.unfinished(read_rows(file))), "all are finished"
 
 
+def test_a_field_that_may_mean_a_picture_is_named(
+    llm: LLM, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "what?", "image": "a.png"}, {"prompt": "what?", "images": None}]
+    for row in rows * 2:
+        [_] = run(llm, [row], GREEDY)
+    assert len(caplog.messages) == 2, "once for a job"
+    assert all("rows have a field `image`, which has no effect" in each for each in caplog.messages)
+    assert '"multi_modal_data": {"image": ...}' in caplog.text
+    caplog.clear()
+    image = {"image": str(folder / "a.png")}
+    [_] = run(llm, [{"prompt": PICTURE, "image": "a", "multi_modal_data": image}], GREEDY)
+    assert not caplog.messages
+
+
 def test_token_ids_with_images(llm: LLM, folder: Path, texts: dict[str, str]) -> None:
     """In either field; integers may be written as 8.0, also in limits."""
     ids = llm.get_tokenizer().encode(f"{PICTURE}what?")
@@ -198,6 +213,7 @@ def test_requests_of_openai(llm: LLM, folder: Path, tmp_path: Path, texts: dict[
         row("file", (folder / "b.png").as_uri()),
         row("outside", outside.as_uri()),
         row("network", "https://example.org/a.png"),
+        row("cut", (folder / "cut.png").as_uri()),
     ]
     file = tmp_path / "in.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -213,7 +229,9 @@ def test_requests_of_openai(llm: LLM, folder: Path, tmp_path: Path, texts: dict[
     assert said == {"data": texts["chat a"], "file": texts["chat b"]}
     assert "must be a file below" in results["outside"]["error"]["message"]
     assert "nothing is fetched" in results["network"]["error"]["message"]
-    assert results["network"]["response"]["status_code"] == 400
+    assert "cannot be read" in results["cut"]["error"]["message"]
+    for custom_id in ("outside", "network", "cut"):
+        assert results[custom_id]["response"]["status_code"] == 400
 
 
 def test_rows_wait_while_pictures_take_up_the_memory(

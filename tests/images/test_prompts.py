@@ -78,6 +78,7 @@ def test_limits_of_one_prompt():
         ({"images": []}, "must have the key \"image\" and no others, got 'images'"),
         ([1], 'must be a dictionary with "image", got list'),
         ({"image": [pixels(8, 8)] * 4}, "`prompt` must have at most 3 images .*, got 4"),
+        ({"image": "no.png"}, "cannot be read: 'no.png': No such file or directory$"),
         ({"image": [pixels(8, 8), 7]}, r"\[\"image\"\]\[1\]` must be a PIL image"),
         ({"image": pixels(2, 402)}, r"\[\"image\"\]` must have sides of which one is at most 200"),
     ],
@@ -122,6 +123,17 @@ def test_files_that_messages_may_name(tmp_path):
                         ours.open({"image": spelling}, None, "p")
     with pytest.raises(ValueError, match="`part` must have `bytes` or `path`, got the keys"):
         ours.find({"url": str(secret)}, "part", 1)
+    for named in (secret, {"path": secret}):  # objects, too
+        with pytest.raises(ValueError, match="must be a file below `allowed_local_media_pa"):
+            ours.find(named, "part", 1)
+    for find in (media.find, ours.find):
+        with pytest.raises(ValueError, match=r"`url` must be a URL, got 'file://\[x': Invalid"):
+            find("file://[x", "url", *([1] if find == ours.find else []))
+    for kind in ("http", "s3"):
+        with pytest.raises(
+            ValueError, match=r"must be a picture, a path or a data URL, .*: download"
+        ):
+            ours.open({"image": f"{kind}://example.org/x.png"}, None, "p")
     for kind, remedy in (("http", "unless LLM"), ("ftp", "download it"), ("s3", "download it")):
         with pytest.raises(ValueError, match=f"^`url` must be a data URL.*: .*{remedy}"):
             media.find(f"{kind}://example.org/x.png", "url")

@@ -103,6 +103,18 @@ def test_arrays(shape, tmp_path):
     if len(shape) == 3:
         first = np.ascontiguousarray(given.transpose(2, 0, 1))
         np.testing.assert_array_equal(ours(QWEN, first, tmp_path), pixels(QWEN, first))
+        for mirrored in (given[::-1], given[:, ::-1], given[..., ::-1]):  # BGR of OpenCV, say
+            expected = pixels(QWEN, mirrored.copy())
+            np.testing.assert_array_equal(ours(QWEN, mirrored, tmp_path), expected)
+
+
+def test_arrays_that_cannot_be_read():
+    class Broken:
+        def __array__(self, *_, **__):
+            raise RuntimeError("it is on a GPU")
+
+    with pytest.raises(TypeError, match="`image` cannot be read as an array: RuntimeError: it is"):
+        open_picture(Broken(), "image")
 
 
 def test_the_same_bits_in_many_threads(tmp_path):
