@@ -86,6 +86,12 @@ def test_reading_order_names_every_file_once_with_its_lines() -> None:
         assert abs(true - int(total)) <= 0.1 * true, f"{part} has {true} lines"
 
 
+def test_the_drawing_has_every_room() -> None:
+    drawing = (ROOT / "docs/architecture.md").read_text("utf-8").split("```")[1]
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms <= {*re.findall(r"\w+", drawing)}
+
+
 def test_readme_says_how_many_lines_there_are() -> None:
     [said] = re.findall(r"About ([\d,]+) lines of Python", (ROOT / "README.md").read_text("utf-8"))
     assert abs(measure()["package_lines"] - int(said.replace(",", ""))) <= 1000
