@@ -47,14 +47,14 @@ def codes(N: int, K: int) -> Codes:
 
 
 class Layers:
-    """Twelve layers, or what one of several ranks has of them, and up to `most` sequences."""
+    """Twelve layers, or what one of several ranks has of them, and up to `max_seqs` sequences."""
 
-    def __init__(self, cache_dtype: torch.dtype, ranks: int, most: int) -> None:
+    def __init__(self, cache_dtype: torch.dtype, ranks: int, max_seqs: int) -> None:
         self.hq, self.hkv, inner = HQ // ranks, HKV // ranks, I // ranks
         shapes = ((self.hq + 2 * self.hkv) * D, M), (M, self.hq * D), (2 * inner, M), (M, inner)
         self.weights = [[codes(*shape) for shape in shapes] for _ in range(LAYERS)]
         width = MAX_CONTEXT // BLOCK
-        used = max(width, most * cdiv(LONGEST, BLOCK))
+        used = max(width, max_seqs * cdiv(LONGEST, BLOCK))
         self.table = torch.arange(width, dtype=torch.int32, device=DEVICE)[None]
         cache_shape = used, BLOCK, self.hkv, D
         self.caches = [KVCache.empty(cache_shape, cache_dtype, DEVICE) for _ in range(LAYERS)]

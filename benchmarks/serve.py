@@ -217,8 +217,8 @@ def main() -> None:
         run = Bench(llm, args)
         results = {"first-token": run.first_token()}
         for count in args.clients:
-            is_most = count == max(args.clients)
-            results |= run.turns(count, args.idle if is_most else 0)
+            is_max = count == max(args.clients)
+            results |= run.turns(count, args.idle if is_max else 0)
         conditions = run.conditions()
     finally:
         llm.exit()

@@ -44,9 +44,9 @@ class Adapter(TemplateLM):  # the harness gives it all requests of a kind at onc
         prompts, params = [], []
         for text, how in [request.args for request in requests]:
             temperature = how.get("temperature", 0) if how.get("do_sample", True) else 0
-            most, stop = how.get("max_gen_toks", 256), how.get("until")
-            params.append(SamplingParams(temperature, most, stop=stop))
-            prompts.append(self.tok_encode(text)[-max(self.longest // 2, self.longest - most) :])
+            limit, stop = how.get("max_gen_toks", 256), how.get("until")
+            params.append(SamplingParams(temperature, limit, stop=stop))
+            prompts.append(self.tok_encode(text)[-max(self.longest // 2, self.longest - limit) :])
         return [output.outputs[0].text for output in self.llm.generate(prompts, params)]
 
 

@@ -33,7 +33,7 @@ from nanovllm.outputs import (
     ScoreOutput,
 )
 from nanovllm.requests.chat import ChatRenderer, Conversation, Tool
-from nanovllm.requests.inputs import most_characters
+from nanovllm.requests.inputs import max_characters
 from nanovllm.requests.news import AllNews, News
 from nanovllm.requests.renderings import THREADS
 from nanovllm.sampling.structured_output import Grammar
@@ -70,7 +70,7 @@ class AsyncLLM:
     Attributes:
         tokenizer: the tokenizer, see `LLM.get_tokenizer`.
         max_model_len: the most tokens of prompt and output together.
-        max_chars: the most characters that so many tokens can spell; None without a tokenizer.
+        max_chars: maximum number of characters of so many tokens; None without a tokenizer.
 
     Raises:
         TypeError, ValueError: as `LLM`.
@@ -84,7 +84,7 @@ class AsyncLLM:
         self.tokenizer, self.max_model_len = llm.get_tokenizer(), llm.max_model_len
         self.max_chars: int | None = None
         if self.tokenizer is not None:
-            self.max_chars = most_characters(self.tokenizer, self.max_model_len)
+            self.max_chars = max_characters(self.tokenizer, self.max_model_len)
         self._image_prompts, self._intake = llm.image_prompts, llm._intake
         # Seconds of some, for which the work of the loops' own threads must not wait.
         self._fetching = Daemons("nanovllm-fetch", THREADS)

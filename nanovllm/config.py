@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 from typing_extensions import TypedDict
 
 from nanovllm.images.processor import read_limits
-from nanovllm.images.prompts import read_most_images
+from nanovllm.images.prompts import read_max_images
 from nanovllm.images.urls import read_domains, read_folder
 from nanovllm.sampling_params import LOGPROBS_MODES, SamplingParams, check_logprobs_mode
 from nanovllm.utils.checks import (
@@ -221,7 +221,7 @@ class Config:
         adapter: directory of a LoRA adapter that peft has saved, or its name on the hub, or a list
             of these: they are merged into the weights while these are loaded, one after the other
             (docs/adapters.md).
-        limit_mm_per_prompt: largest number of images in a prompt, `{"image": n}`; None: 999.
+        limit_mm_per_prompt: maximum number of images in a prompt, `{"image": n}`; None: 999.
         mm_processor_kwargs: bounds on the area of resized images, in pixels, as a dictionary with
             `max_pixels` and `min_pixels`, or `size` with `longest_edge` and `shortest_edge`; None:
             the checkpoint's (docs/images.md).
@@ -334,7 +334,7 @@ class Config:
 
     def _check_images(self) -> None:
         check_bool("language_model_only", self.language_model_only)
-        read_most_images(self.limit_mm_per_prompt)
+        read_max_images(self.limit_mm_per_prompt)
         read_limits(self.mm_processor_kwargs, "mm_processor_kwargs")
         folder = read_folder(self.allowed_local_media_path)
         object.__setattr__(self, "allowed_local_media_path", folder)

@@ -41,8 +41,8 @@ def machine_roots() -> list[Path]:
     return [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 
 
-def read_texts(roots: Iterable[Path], most: int) -> list[str]:
-    """Up to `most` bytes of text below these directories, in the order of the files' SHA-256."""
+def read_texts(roots: Iterable[Path], max_bytes: int) -> list[str]:
+    """Up to `max_bytes` of text below these directories, in the order of the files' SHA-256."""
     found: dict[bytes, Path] = {}
     sizes: dict[bytes, int] = {}
     for root in roots:
@@ -54,8 +54,8 @@ def read_texts(roots: Iterable[Path], most: int) -> list[str]:
                     found[digest], sizes[digest] = path, len(data)
     texts = []
     for digest in sorted(found):
-        most -= sizes[digest]
-        if most < 0:
+        max_bytes -= sizes[digest]
+        if max_bytes < 0:
             break
         try:
             texts.append(found[digest].read_text("utf-8"))

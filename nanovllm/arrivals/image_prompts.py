@@ -8,7 +8,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.vision import VisionConfig
 from nanovllm.config import Config
 from nanovllm.images.processor import ImageProcessor
-from nanovllm.images.prompts import ImagePrompts, ImageTokens, NoImages, read_most_images
+from nanovllm.images.prompts import ImagePrompts, ImageTokens, NoImages, read_max_images
 from nanovllm.images.urls import Media
 from nanovllm.startup.build import read_image_processor
 
@@ -45,7 +45,7 @@ def _refuse_options(config: Config, reason: str) -> None:
     """ValueError if an option allows or changes images, of which there are none for a reason."""
     limit = config.limit_mm_per_prompt
     given = {
-        "limit_mm_per_prompt": "image" in (limit or ()) and read_most_images(limit) > 0,
+        "limit_mm_per_prompt": "image" in (limit or ()) and read_max_images(limit) > 0,
         "mm_processor_kwargs": bool(config.mm_processor_kwargs),
         "allowed_local_media_path": bool(config.allowed_local_media_path),
         "allowed_media_domains": bool(config.allowed_media_domains),
@@ -76,7 +76,7 @@ def make_image_prompts(
     return ImagePrompts(
         processor,
         _tokens(processor, vision, model_config.source, tokenizer),
-        read_most_images(config.limit_mm_per_prompt),
+        read_max_images(config.limit_mm_per_prompt),
         max(config.max_num_batched_tokens, processor.max_tokens),
         Media(config.allowed_local_media_path, _fetch(config)),
     )

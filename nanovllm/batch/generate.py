@@ -5,7 +5,6 @@ the end of one batch, when few of its rows are left, runs beside the beginning o
 """
 
 import asyncio
-import itertools
 import json
 import os
 import queue
@@ -114,7 +113,7 @@ class Generate:
             given = replace(llm.get_default_sampling_params(), **given)
         self._has_outputs = wants_outputs(given)
         # Rows that `map` keeps in the engine.
-        self._most = 2 * llm.config.max_num_seqs * llm.config.data_parallel_size
+        self._max_held = 2 * llm.config.max_num_seqs * llm.config.data_parallel_size
         job = {
             "chat": chat,
             "chat_template": chat_template,
@@ -149,7 +148,7 @@ class Generate:
         held: deque[tuple[Batch, list[Future[Result]]]] = deque()
         for batch in batches:
             held.append((batch, self._submit(batch)))
-            while sum(_num_rows(each) for each, _ in itertools.islice(held, 1, None)) >= self._most:
+            while sum(_num_rows(each) for each, _ in list(held)[1:]) >= self._max_held:
                 yield self._finish(*held.popleft())
         while held:
             yield self._finish(*held.popleft())

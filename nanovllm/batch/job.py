@@ -125,7 +125,7 @@ class _Job:
         self._ordered, self._stop = ordered, stop
         self._renderer: ChatRenderer | None = None
         self._model = Path(llm.config.model).name
-        self._most = llm.config.max_num_seqs * llm.config.data_parallel_size
+        self._max_running = llm.config.max_num_seqs * llm.config.data_parallel_size
         self._in_flight: dict[int, tuple[Row, SamplingParams]] = {}
         self._threads: ThreadPoolExecutor | None = None  # in a job whose messages may name hosts
         self._rendering: dict[Future[Any], tuple[Row, SamplingParams]] = {}
@@ -171,8 +171,8 @@ class _Job:
 
     def _feed(self) -> Results:
         """Read rows and queue them. Yields the results of refused rows."""
-        self._ramp = min(2 * self._ramp, self._most)
-        missing = self._most - len(self._in_flight) - len(self._rendering)
+        self._ramp = min(2 * self._ramp, self._max_running)
+        missing = self._max_running - len(self._in_flight) - len(self._rendering)
         for _ in range(max(BETWEEN_STEPS, min(missing, self._ramp))):
             if not self._has_room():
                 return
@@ -187,7 +187,7 @@ class _Job:
 
     def _has_room(self) -> bool:
         """Whether there is room for another row, and perhaps a row."""
-        count, window = len(self._in_flight) + len(self._rendering), 2 * self._most
+        count, window = len(self._in_flight) + len(self._rendering), 2 * self._max_running
         if self._is_end or count >= window:
             return False
         if count and (len(self._order) >= MAX_HELD * window or not self._llm.core.has_room):

@@ -106,9 +106,10 @@ def answer(
         problem = {"code": code, "message": str(error)}
     else:
         body = row.fields["body"]
-        is_chat, most = row.fields["url"] == CHAT, int(body.get("top_logprobs") or 0)
+        is_chat, num_shown = row.fields["url"] == CHAT, int(body.get("top_logprobs") or 0)
         has_labels = params is not None and params.logprob_token_ids is not None
-        make = partial(chat_choice, most=None if has_labels else most) if is_chat else text_choice
+        max_shown = None if has_labels else num_shown
+        make = partial(chat_choice, max_shown=max_shown) if is_chat else text_choice
         choices = [{**make(each), **_mask(each)} for each in output.outputs]
         num_generated = sum(len(each.token_ids) for each in output.outputs)
         response = {

@@ -75,7 +75,7 @@ class Compiler:
 
     Args:
         target: GPU to compile for.
-        most: maximum number of processes that compile.
+        max_processes: maximum number of processes that compile.
 
     Raises:
         OSError: if no process can be started.
@@ -85,7 +85,7 @@ class Compiler:
         failed: kernels that the processes could not compile, and the reasons.
     """
 
-    def __init__(self, target: Target, most: int) -> None:
+    def __init__(self, target: Target, max_processes: int) -> None:
         self.rehearsed: dict[Job, Any] = {}
         self.failed: dict[Job, str] = {}
         self._jobs: list[Job] = []  # by number
@@ -105,7 +105,7 @@ class Compiler:
                 self._connection, theirs = Pipe()
                 undo.callback(self._connection.close)
                 with theirs:  # the server starts while Triton is imported here
-                    self._process = _start(theirs.fileno(), target, most, self._directory)
+                    self._process = _start(theirs.fileno(), target, max_processes, self._directory)
                 self._receiver = threading.Thread(target=self._receive, daemon=True)
                 self._receiver.start()
                 undo.callback(self.close)
@@ -285,7 +285,9 @@ class Compiler:
             self._loader.join()
 
 
-def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Popen[bytes]":
+def _start(
+    fd: int, target: Target, max_processes: int, directory: str
+) -> "subprocess.Popen[bytes]":
     """Start the server, in a session of its own, so that Ctrl-C does not reach it.
 
     It finds modules where this process does, whatever is in its working directory.
@@ -296,7 +298,7 @@ def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Po
     if not sys.executable or getattr(sys, "frozen", False):  # by PyInstaller: it is our program
         raise OSError("this program has no Python executable to start")
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    asked = f"{fd}, {json.dumps(target)!r}, {most}"
+    asked = f"{fd}, {json.dumps(target)!r}, {max_processes}"
     code = f"import sys; sys.path[:] = {path!r}; from {SERVER} import main; main({asked})"
     return subprocess.Popen(
         [sys.executable, "-c", code],

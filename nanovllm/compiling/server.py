@@ -160,14 +160,14 @@ def _fork(others: Iterable[Connection]) -> Connection:
         os._exit(0)
 
 
-def serve(asks: Connection, most: int) -> None:
-    """Have at most `most` processes compile, until all is done and no more jobs will come."""
+def serve(asks: Connection, max_processes: int) -> None:
+    """Have up to `max_processes` compile, until all is done and no more jobs will come."""
     jobs: dict[int, tuple[Job, tuple[int, int]]] = {}  # with their ranks: the least begins first
     idle: list[Connection] = []
     busy: dict[Connection, int] = {}
     is_open = True
     while is_open or jobs or busy:
-        while jobs and (idle or len(busy) < most):
+        while jobs and (idle or len(busy) < max_processes):
             worker = idle.pop() if idle else _fork((asks, *busy))
             busy[worker] = number = min(jobs, key=lambda number: jobs[number][1])
             worker.send((number, jobs.pop(number)[0]))
@@ -202,19 +202,19 @@ def _length(job: Job) -> int:
     return source_length(function) if isinstance(function, JITFunction) else 0
 
 
-def main(fd: int, target: str, most: int) -> None:
+def main(fd: int, target: str, max_processes: int) -> None:
     """Serve the process that has started this one. No others are in this process's session.
 
     Args:
         fd: file descriptor of our end of the socket.
         target: `Target` as JSON.
-        most: maximum number of processes that compile.
+        max_processes: maximum number of processes that compile.
     """
     os.nice(NICENESS)
     asks = Connection(fd)
     try:
         prepare(Target(*json.loads(target)))
         os.environ["TRITON_CACHE_DIR"] = asks.recv()
-        serve(asks, most)
+        serve(asks, max_processes)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os.killpg(0, signal.SIGKILL)  # compiling processes, their children, and this one

@@ -20,7 +20,7 @@ OTHERS = {  # what multi_modal_data may have elsewhere
     "vision_chunk": "videos are",
 }
 SIZED = "mm_processor_kwargs"
-MOST_IMAGES = 999  # in a prompt, as in vLLM
+MAX_IMAGES = 999  # in a prompt, as in vLLM
 LIMIT = "limit_mm_per_prompt"
 
 
@@ -86,8 +86,8 @@ class ImagePrompts:
     Args:
         processor: processor of the model, with the engine's limits.
         tokens: placeholders of the model.
-        most: largest number of images in a prompt.
-        most_tokens: largest number of tokens of an image.
+        max_images: maximum number of images in a prompt.
+        max_tokens: maximum number of tokens of an image.
         media: images that messages may name.
 
     Attributes:
@@ -98,12 +98,12 @@ class ImagePrompts:
         self,
         processor: ImageProcessor,
         tokens: ImageTokens,
-        most: int,
-        most_tokens: int,
+        max_images: int,
+        max_tokens: int,
         media: Media,
     ) -> None:
         self.processor, self.tokens, self._media = processor, tokens, media
-        self._most, self._most_tokens = most, most_tokens
+        self._max_images, self._max_tokens = max_images, max_tokens
         self.fetches = media.fetches
 
     def find(self, given: Any, name: str, count: int) -> Any:
@@ -113,8 +113,8 @@ class ImagePrompts:
         Raises:
             TypeError, ValueError: if it must not be read, or is one too many, which is not fetched.
         """
-        if count > self._most:
-            raise ValueError(f"`{name}` must be one of at most {_images(self._most)} ({LIMIT})")
+        if count > self._max_images:
+            raise ValueError(f"`{name}` must be one of at most {_images(self._max_images)} ({LIMIT})")
         if isinstance(given, Mapping):
             given, name = unwrap(given, name)
         given = os.fspath(given) if isinstance(given, os.PathLike) else given
@@ -132,9 +132,9 @@ class ImagePrompts:
             TypeError, ValueError: naming the mistake.
         """
         given = images_of(data, name)
-        if len(given) > self._most:
+        if len(given) > self._max_images:
             raise ValueError(
-                f"`{name}` must have at most {_images(self._most)} ({LIMIT}), got {len(given)}"
+                f"`{name}` must have at most {_images(self._max_images)} ({LIMIT}), got {len(given)}"
             )
         processor = self.processor.with_limits(limits, f'{name}["{SIZED}"]')
         return [self._size(image, of, processor) for of, image in given.items()]
@@ -151,9 +151,9 @@ class ImagePrompts:
         except ValueError as error:
             raise ValueError(f"`{name}` {error}") from None
         count = processor.num_tokens(height, width)
-        if count > self._most_tokens:
+        if count > self._max_tokens:
             raise ValueError(
-                f"`{name}` must have at most {self._most_tokens} tokens, got {count} of "
+                f"`{name}` must have at most {self._max_tokens} tokens, got {count} of "
                 f"{width} x {height} pixels: lower max_pixels in {SIZED}, or raise it in those of "
                 "LLM()"
             )
@@ -243,29 +243,29 @@ def remedies(length: int, images: Sequence[SizedPicture], limit: int, last: str)
     return ", ".join([*(way for _, way in sorted(ways, reverse=True)), "or " * bool(ways) + last])
 
 
-def read_most_images(limit: Any) -> int:
-    """The largest number of images in a prompt that `limit_mm_per_prompt` allows.
+def read_max_images(limit: Any) -> int:
+    """The maximum number of images in a prompt that `limit_mm_per_prompt` allows.
 
     Raises:
         TypeError, ValueError: if it is no such limit.
     """
     if limit is None:
-        return MOST_IMAGES
+        return MAX_IMAGES
     if not isinstance(limit, Mapping):
         raise TypeError(f'`{LIMIT}` must be a dictionary like {{"image": 2}}, got {limit!r}')
-    most = MOST_IMAGES
+    max_images = MAX_IMAGES
     for kind, value in limit.items():
         count: Any = value.get("count") if isinstance(value, Mapping) else value
         if kind not in ("image", "video", "audio"):
             raise ValueError(f'`{LIMIT}` must have the key "image", got {kind!r}')
         check_int(f"{LIMIT}.{kind}", count, 0)
         if kind == "image":
-            most = int(count)
+            max_images = int(count)
         elif count:
             raise ValueError(
                 f"`{LIMIT}.{kind}` must be 0, got {count}: prompts have text and images alone"
             )
-    return most
+    return max_images
 
 
 def images_of(data: Any, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from urllib.request import url2pathname
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # RFC 3986; a single letter is a drive
 HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 DOMAINS = "allowed_media_domains"
-MOST_SHOWN = 120  # characters of a path or URL in errors
+MAX_SHOWN = 120  # characters of a path or URL in errors
 
 
 class Media:
@@ -168,4 +168,4 @@ def path_of_url(url: str, name: str) -> str:
 
 def short(text: str) -> str:
     """A path or URL in quotes, the beginning of a long one."""
-    return repr(text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "...")
+    return repr(text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "...")

@@ -238,8 +238,8 @@ class Answer:
         if part.logprobs is None:
             return None
         params = self._ask.params
-        most = params.logprobs if params.logprob_token_ids is None else None
-        return chat_logprobs(part.logprobs, most, as_ids=self._ask.as_ids)
+        max_shown = params.logprobs if params.logprob_token_ids is None else None
+        return chat_logprobs(part.logprobs, max_shown, as_ids=self._ask.as_ids)
 
     def _text_choice(
         self, choice: Choice, part: CompletionOutput, output: RequestOutput

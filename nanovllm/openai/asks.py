@@ -156,13 +156,13 @@ async def encode_prompts(
         items = [given]
     if len(items) > MAX_PROMPTS:
         raise ValueError(f"`{name}` must hold at most {MAX_PROMPTS} prompts, got {len(items)}")
-    most_ids = max(MAX_IDS, llm.max_model_len)
+    max_ids = max(MAX_IDS, llm.max_model_len)
     for item in items:
         if not isinstance(item, (str, list)):
             raise TypeError(f"`{name}` must hold texts or lists of token ids, got {shown(item)}")
-        if isinstance(item, list) and len(item) > most_ids:
+        if isinstance(item, list) and len(item) > max_ids:
             raise ValueError(
-                f"`{name}` must hold at most {most_ids} token ids, got {len(item)}: shorten it"
+                f"`{name}` must hold at most {max_ids} token ids, got {len(item)}: shorten it"
             )
         if isinstance(item, str) and llm.tokenizer is None:
             raise ValueError(

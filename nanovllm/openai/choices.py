@@ -14,13 +14,13 @@ from nanovllm.requests.text import REPLACEMENT
 LEAST_LOGPROB = -9999.0
 
 
-def chat_choice(completion: CompletionOutput, most: int | None) -> dict[str, Any]:
-    """A choice of a chat; `most` as in `chat_logprobs`."""
+def chat_choice(completion: CompletionOutput, max_shown: int | None) -> dict[str, Any]:
+    """A choice of a chat; `max_shown` as in `chat_logprobs`."""
     places = completion.logprobs
     return {
         "index": completion.index,
         "message": {"role": "assistant", "content": completion.text, "refusal": None},
-        "logprobs": None if places is None else chat_logprobs(places, most),
+        "logprobs": None if places is None else chat_logprobs(places, max_shown),
         "finish_reason": completion.finish_reason,
     }
 
@@ -51,26 +51,26 @@ def usage(
 
 
 def chat_logprobs(
-    places: Sequence[Mapping[int, Logprob]], most: int | None, *, as_ids: bool = False
+    places: Sequence[Mapping[int, Logprob]], max_shown: int | None, *, as_ids: bool = False
 ) -> dict[str, Any]:
     """The log-probabilities of the tokens of a chat.
 
     Args:
         places: dictionary for each token, which begins with the token itself.
-        most: number of most likely tokens to show at each place; None: all that are there, which
-            are labels without ranks.
+        max_shown: number of most likely tokens to show at each place; None: all that are there,
+            which are labels without ranks.
         as_ids: write "token_id:7" in the place of a token's text.
     """
-    return {"content": [_place(place, most, as_ids) for place in places], "refusal": None}
+    return {"content": [_place(place, max_shown, as_ids) for place in places], "refusal": None}
 
 
-def _place(place: Mapping[int, Logprob], most: int | None, as_ids: bool) -> dict[str, Any]:
+def _place(place: Mapping[int, Logprob], max_shown: int | None, as_ids: bool) -> dict[str, Any]:
     drawn = next(iter(place.items()))
-    if most is None:
+    if max_shown is None:
         best = sorted(place.items(), key=lambda item: -item[1].logprob)
     else:
         ranked = [(item[1].rank or 0, item) for item in place.items()]
-        best = [item for rank, item in sorted(ranked, key=itemgetter(0)) if rank <= most]
+        best = [item for rank, item in sorted(ranked, key=itemgetter(0)) if rank <= max_shown]
     return {
         **_token(*drawn, as_ids),
         "top_logprobs": [_token(*each, as_ids) for each in best],

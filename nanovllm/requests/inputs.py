@@ -137,8 +137,8 @@ def bad_word_tokens(
     return list(dict.fromkeys(sequences))
 
 
-def most_characters(tokenizer: Any, num_tokens: int) -> int:
-    """The number of characters that so many tokens can spell at most."""
+def max_characters(tokenizer: Any, num_tokens: int) -> int:
+    """The maximum number of characters that so many tokens can spell."""
     return num_tokens * max(map(len, tokenizer.get_vocab()), default=0)
 
 

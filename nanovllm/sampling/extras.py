@@ -46,7 +46,7 @@ class Extras:
         batch_invariant: whether a row's results have the same bits whatever other rows there are.
 
     Attributes:
-        max_bytes: most bytes of device memory that these results of one step may need.
+        max_bytes: maximum bytes of device memory that these results of one step may need.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class ServerMetrics:
 
     Args:
         model: name of the model, a label of all values.
-        max_model_len: the most tokens of a request; higher limits count as this one.
+        max_model_len: maximum number of tokens of a request; higher limits count as this one.
     """
 
     def __init__(self, model: str, max_model_len: int) -> None:

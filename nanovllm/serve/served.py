@@ -21,15 +21,15 @@ class Waiting:
     one request at most are beyond the bound, and none has too many ever to be admitted.
 
     Args:
-        most: number of sequences that may wait.
+        max_waiting: maximum number of sequences that wait.
 
     Attributes:
         count: sequences that wait.
         num_refused: requests that were refused.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most, self.count, self.num_refused = most, 0, 0
+    def __init__(self, max_waiting: int) -> None:
+        self.max_waiting, self.count, self.num_refused = max_waiting, 0, 0
 
     @contextmanager
     def admit(self) -> Iterator["Place"]:
@@ -64,7 +64,7 @@ class Place:
             RefusedError: too many others wait.
         """
         others = self._waiting.count - self.count
-        if others >= self._waiting.most:
+        if others >= self._waiting.max_waiting:
             self._waiting.num_refused += 1
             raise RefusedError(429, f"{others} sequences wait already: try again later")
         self._waiting.count, self.count = others + count, count

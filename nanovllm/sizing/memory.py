@@ -18,7 +18,7 @@ def num_blocks_for_cuda(
         total: bytes of the GPU.
         free: bytes that are not in use now.
         own_now: bytes that this engine holds now: its weights.
-        own_peak: most bytes that this engine has in use: weights and activations.
+        own_peak: maximum bytes that this engine has in use: weights and activations.
         utilization: option `gpu_memory_utilization`.
 
     Raises:
@@ -47,13 +47,13 @@ def available_for_cuda(
     return min(int(total * utilization) - own_peak, free + own_now - own_peak - RESERVE)
 
 
-def num_blocks_for_cpu(block_bytes: int, available: int, most: int) -> int:
-    """The number of blocks for a CPU: at most 4 GiB, half of the free memory, and `most` blocks.
+def num_blocks_for_cpu(block_bytes: int, available: int, max_blocks: int) -> int:
+    """The number of blocks for a CPU: at most 4 GiB, half of the free memory, and `max_blocks`.
 
     Raises:
         ValueError: if not one block fits.
     """
-    num_blocks = min(min(CPU_LIMIT, available // 2) // block_bytes, most)
+    num_blocks = min(min(CPU_LIMIT, available // 2) // block_bytes, max_blocks)
     if num_blocks < 1:
         raise ValueError(
             f"no memory for a KV cache: a block takes {block_bytes / GIB:.3f} GiB and half of "

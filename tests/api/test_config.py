@@ -38,7 +38,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.config import DEFAULTS, FOREIGN_OPTIONS, Config, Options
 from nanovllm.engine import executor
-from nanovllm.images.prompts import read_most_images
+from nanovllm.images.prompts import read_max_images
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -106,8 +106,8 @@ def test_defect_17_option_out_of_rule_is_named(name, value, error, match):
 def test_limits_of_images_as_vllm_has_them(tmp_path):
     given = {"image": {"count": 2, "width": 9}, "video": 0, "audio": {"count": 0}}
     config = Config("model", limit_mm_per_prompt=given, allowed_local_media_path=tmp_path)
-    assert read_most_images(config.limit_mm_per_prompt) == 2
-    assert read_most_images({}) == read_most_images(None) == 999
+    assert read_max_images(config.limit_mm_per_prompt) == 2
+    assert read_max_images({}) == read_max_images(None) == 999
     assert config.allowed_local_media_path == str(tmp_path)
     for limit, got in (
         ({"image": -1}, "must be at least 0, got -1"),

@@ -12,9 +12,9 @@ PROCESSOR = ImageProcessor(4, 2, "bicubic", min_pixels=64, max_pixels=64 * 50)
 PAD, TEXT = 99, "<|image_pad|>"
 
 
-def prompts(most=3, tokens=None, media=""):
+def prompts(max_images=3, tokens=None, media=""):
     tokens = tokens or ImageTokens(PAD, TEXT)
-    return ImagePrompts(PROCESSOR, tokens, most, 60, Media(str(media)))
+    return ImagePrompts(PROCESSOR, tokens, max_images, 60, Media(str(media)))
 
 
 def pixels(height, width):

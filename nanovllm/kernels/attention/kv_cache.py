@@ -10,7 +10,7 @@ from nanovllm.utils.integers import next_power_of_2
 
 _LARGEST = tl.constexpr(LARGEST)
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
-_FLOAT16_MOST = tl.constexpr(FLOAT16_MAX)
+_FLOAT16_MAX = tl.constexpr(FLOAT16_MAX)
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def exponents_at(slots, kv_head, HKV, S: tl.constexpr):
 def _as(x, dtype: tl.constexpr):
     """Convert float32 values to another dtype; beyond the largest of float16, they become that."""
     if dtype == tl.float16:
-        x = tl.clamp(x, -_FLOAT16_MOST, _FLOAT16_MOST, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(x, -_FLOAT16_MAX, _FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
 
 

@@ -8,7 +8,7 @@ from nanovllm.kernels.attention.rope import norm_rope
 from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-MOST_HEADS = 32  # of a program
+MAX_HEADS = 32  # of a program
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     T, H, D = x.shape
     assert x.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     assert cos_sin.shape == (T, D) and cos_sin.is_contiguous(), "a row for each token"
-    HEADS = min(MOST_HEADS, next_power_of_2(H))
+    HEADS = min(MAX_HEADS, next_power_of_2(H))
     _rotate_kernel[(T, cdiv(H, HEADS))](
         x, cos_sin, x.stride(0), H, D=D, HALF_PAD=next_power_of_2(D // 2), HEADS=HEADS,
         num_warps=max(1, HEADS * D // 512), **pdl_options(x),

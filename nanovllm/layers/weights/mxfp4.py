@@ -76,13 +76,13 @@ class ExponentsShard(Shard):
     """The exponents of these blocks, which fill `Mxfp4Weight.exponents`.
 
     Attributes:
-        most: largest exponent.
+        max_exponent: largest exponent.
     """
 
     comes_last = True  # of dummies, `CodesShard` fills it
     dtypes = CodesShard.dtypes
 
-    most: int
+    max_exponent: int
 
     @property
     def full_shape(self) -> list[int]:
@@ -94,10 +94,10 @@ class ExponentsShard(Shard):
         largest = int(source[...].view(torch.uint8).max())
         if largest == NAN:
             raise ValueError(f"tensor {name} has scales that are no numbers: download it again")
-        if largest > self.most:
+        if largest > self.max_exponent:
             raise ValueError(
-                f"tensor {name} has scales above {2.0 ** (self.most - BIAS):g}, which kernels for "
-                "MXFP4 do not support: use fused_kernels=False"
+                f"tensor {name} has scales above {2.0 ** (self.max_exponent - BIAS):g}, which kernels "
+                "for MXFP4 do not support: use fused_kernels=False"
             )
 
     def fill(self, source: Any) -> None:
@@ -161,5 +161,5 @@ class Mxfp4Weight(QuantizedWeight):
         columns.
         """
         yield f"{name}_blocks", CodesShard(self.data.data, parts, self.exponents.data)
-        most = MAX_EXPONENT if self.has_kernels else 2 * BIAS
-        yield f"{name}_scales", ExponentsShard(self.exponents.data, parts, most)
+        max_exponent = MAX_EXPONENT if self.has_kernels else 2 * BIAS
+        yield f"{name}_scales", ExponentsShard(self.exponents.data, parts, max_exponent)
