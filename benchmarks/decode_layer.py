@@ -6,8 +6,8 @@ token, and with and without attention for several.
 
 Twelve layers, each with weights of its own, run in one CUDA graph, with and without their norms and
 their attention, in one kernel (`fused_decode`) or in two. Prints microseconds a layer, without what
-ranks exchange. What one part adds beside the others is what it costs: each kernel is placed while
-the one before it runs, so kernels alone, or one after the other, say little of a step.
+ranks exchange. The cost of a part is the time that it adds beside the others: each kernel is placed
+while the one before it runs, so kernels alone, or one after the other, say little of a step.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Layers:
         self.turn = Turn(torch.randn(MAX_CONTEXT, D, device=DEVICE), D)
 
     def step(self, context: int, norms: bool, attention: str) -> Callable[[], object]:
-        """A call of all layers for a token behind `context` - 1 others. attention: none, two
+        """A call of all layers for a token after `context` - 1 others. attention: none, two
         kernels, or one.
         """
         last = torch.tensor([context - 1], dtype=torch.int32, device=DEVICE)

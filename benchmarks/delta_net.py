@@ -74,7 +74,7 @@ def ints(numbers: Any, device: str) -> torch.Tensor:
 def difference(
     out: torch.Tensor, state: DeltaState, wanted: torch.Tensor, other: DeltaState
 ) -> str:
-    """How far outputs and states are from others, relative to the roots of the mean squares."""
+    """The distances of outputs and states from others, relative to the roots of mean squares."""
     pairs = (out.float(), wanted.float()), (state.memory, other.memory)
     errors = [float((a - b).square().mean().sqrt() / b.square().mean().sqrt()) for a, b in pairs]
     assert torch.equal(state.tail, other.tail), "the tails differ"

@@ -102,7 +102,7 @@ def arriving(job: Job) -> Callable[[], object]:
 
 
 def groups(job: Job) -> Callable[[], object]:
-    """Each group of prompts shares a prefix behind a short one of all."""
+    """Each group of prompts shares a prefix after a short one of all."""
     short = job.tokens(job.size.prefix // 8)
     prefixes = [[*short, *job.tokens(len(short))] for _ in range(job.size.group)]
     prompts = [
@@ -296,10 +296,10 @@ def measure(
     """A kind of work for the first time and for the second.
 
     Args:
-        llm: has not done it yet.
+        llm: engine that has not done it yet.
         name: key of `KINDS`.
         size: size of the workload.
-        kernels: are counted by it.
+        kernels: counter of kernels.
         settles: wait for kernels that compile in the background before the second.
 
     Returns:
@@ -327,8 +327,8 @@ def run(model: str, options: dict[str, Any], names: list[str], size: Size, settl
         model, options: arguments of `LLM`.
         names: keys of `KINDS`.
         size: size of each workload.
-        settles: when to wait for kernels that compile in the background: before the "second" time,
-            at the "start", before all of them, or "never".
+        settles: moment to wait for kernels that compile in the background: before the "second"
+            time, at the "start", before all of them, or "never".
     """
     kernels, built = Compilations(), []
     kernels.listen()

@@ -137,8 +137,8 @@ def photographs(images: Images, first: int) -> list[bytes]:
 
 def prompt_of(file: Any, rng: random.Random) -> dict[str, Any]:
     """A prompt with an image between a few random tokens."""
-    before, behind = ([rng.randrange(10_000) for _ in range(n)] for n in (8, 24))
-    ids = [*before, START, PAD, END, *behind]
+    before, after = ([rng.randrange(10_000) for _ in range(n)] for n in (8, 24))
+    ids = [*before, START, PAD, END, *after]
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": file}}
 
 

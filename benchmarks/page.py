@@ -3,7 +3,7 @@
     python benchmarks/page.py [--only TABLE ...] [--minutes M] [--output NAME]
                               [--bandwidth B] [--flops F]
 
-Each column of a table is a command, run in a process of its own. What it measured is kept in
+Each column of a table is a command, run in a process of its own. Its result is kept in
 NAME.jsonl at once, with commit, machine and date, and NAME.md is written anew: tables for the page,
 their commands and the machines. A command that fails is said to have failed, and the next one runs.
 
@@ -306,7 +306,7 @@ def run(command: str, seconds: float | None) -> dict[str, Any]:
     """The `record` of a command, or the `error` by which it has none.
 
     Args:
-        command: begins with python; it takes --save.
+        command: command line that begins with python and takes --save.
         seconds: time limit.
     """
     with tempfile.TemporaryDirectory() as directory:

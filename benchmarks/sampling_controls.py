@@ -108,7 +108,7 @@ def main() -> None:
     with bench.checkpoint(args) as (directory, options):
         if options.get("load_format") == "dummy":  # a directory of our own, never the user's
             write_tokenizer(directory, SHAPES[args.dummy])
-        # Prompts first and alone: what is measured are steps that decode all sequences.
+        # Prompts first and alone: the measured steps decode all sequences.
         llm = LLM(directory, **{**options, "mixed_steps": False})
     vocab_size = llm.model_config.vocab_size
     prompts = many(random.Random(0), args.num_seqs, PROMPT)

@@ -118,7 +118,7 @@ class Bench:
     def serve(
         self, count: int, *, idle: int = 0, max_tokens: int, together: bool = True
     ) -> dict[str, Any]:
-        """What so many clients find, see `http_clients`."""
+        """The findings of so many clients, see `http_clients`."""
         self._call(LLM.reset_prefix_cache)
         body = {"max_tokens": max_tokens, "temperature": 0.6, "ignore_eos": True}
         host, port = self._server.listener.getsockname()

@@ -87,7 +87,7 @@ class Start(NamedTuple):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by name, those within `LLM(...)` behind it, and the sum."""
+        """Seconds by name, those within `LLM(...)` after it, and the sum."""
         parts = dict(zip(PARTS, self.seconds, strict=True))
         within = {f"LLM(...) to {name}": seconds for name, seconds in self.log.items()}
         request = {PARTS[-1]: parts.pop(PARTS[-1])}

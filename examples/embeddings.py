@@ -34,7 +34,7 @@ def main() -> None:
     with LLM(args.model) as llm:
         outputs = llm.embed([*texts, *queries], pooling="mean")  # vectors of length 1
     vectors = np.array([output.outputs.embedding for output in outputs])  # [texts + queries, M]
-    vectors -= vectors[: len(texts)].mean(0)  # what all texts share says nothing of one
+    vectors -= vectors[: len(texts)].mean(0)  # a part that all texts share says nothing of one
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     cosines = vectors[len(texts) :] @ vectors[: len(texts)].T  # [queries, texts]
     for query, row in zip(queries, cosines, strict=True):

@@ -16,7 +16,7 @@ from nanovllm import TINY
 from nanovllm.batch import RayGenerate
 
 SUMS = [{"id": i, "prompt": f"{100 + 7 * i % 900}+{100 + 13 * i % 900}="} for i in range(1000)]
-ROWS = 256  # of a task: what is computed again where a worker dies, and what a file of output has
+ROWS = 256  # of a task: computed again where a worker dies, and the size of a file of output
 
 
 def finished_ids(directory: str) -> pyarrow.Array:

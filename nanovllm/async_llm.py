@@ -448,7 +448,7 @@ class _Mailbox:
 
     def wake(self) -> None:
         """Wake the coroutine, in its loop."""
-        self._is_told = False  # before it looks: what comes later is told again
+        self._is_told = False  # before it looks: later news is told again
         if self._waiter is not None and not self._waiter.done():  # it waits, and is not cancelled
             self._waiter.set_result(None)
 
@@ -508,7 +508,7 @@ class _Waker:
                 loop.call_soon(self._wake, loop)
             else:
                 self._is_called = False
-                self.call(loop)  # what the engine's thread has appended before it could see that
+                self.call(loop)  # those that the engine's thread appended before it could see that
 
 
 class _Jobs:

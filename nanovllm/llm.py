@@ -104,9 +104,9 @@ class LLM(Updatable, LLMEngine):
         """Complete prompts, and give what is new after each step.
 
         Each output has the completions with news, of these the new tokens and the text that is
-        certain: half a character, and what may turn out to begin a stop string, is held back. All
+        certain: half a character, and a possible beginning of a stop string, are held back. All
         texts of a completion together are the text that `generate` returns. An output with
-        `finished` is the last of its prompt. What several steps of other calls bring is one output.
+        `finished` is the last of its prompt. Several steps of other calls bring one output.
 
         Leaving the loop drops what is not finished. Between its steps other requests may be added.
 
@@ -211,7 +211,7 @@ class LLM(Updatable, LLMEngine):
         Args:
             prompts: as for `generate`.
             labels: at least two tokens, by their ids, or as texts of one token each, in the form
-                that they have behind the prompt: " yes" after "Answer:", say.
+                that they have after the prompt: " yes" after "Answer:", say.
             use_tqdm: show a progress bar.
             on_error: as for `generate`.
 

@@ -106,7 +106,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Callable[[RequestOutput], bool]]] = {
 
 
 def structured_outputs(llm: LLM) -> None:
-    """They need llguidance: without it the error says what to install."""
+    """Use structured outputs; without llguidance the error says what to install."""
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"))
     if importlib.util.find_spec("llguidance") is not None:
         assert text(llm.generate(PROMPT, params, use_tqdm=False)[0]).isdigit()

@@ -6,7 +6,7 @@
 - Drawings (docs/drawings/*.svg) are put into the page itself, so that they take its colours.
 - Each page also exists as Markdown, and `llms.txt` lists those, for programs that read.
 - Every link of the finished site resolves, anchors included, and no page asks another host for
-  anything: what does not is a warning, and `mkdocs build --strict` fails by it.
+  anything: exceptions are warnings, by which `mkdocs build --strict` fails.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HIDDEN = re.compile(r'<a class="headerlink".*?</a>|<svg.*?</svg>|<button.*?</but
 DRAWING = re.compile(r'<p><img alt="([^"]*)" src="[^"]*?(drawings/[\w-]+\.svg)"[^>]*></p>')
 CODE = re.compile(r"language-(\w+)")
 
-# What an option of vLLM may have as the value that asks for nothing.
+# Values of vLLM's options that ask for nothing.
 NEUTRAL: tuple[Any, ...] = (
     *(None, False, True, 0, 0.0, 1, 1.0, {}, [], "", "auto", "hf", "mp", "none", "generate"),
     *("string", "vllm", "fcfs"),

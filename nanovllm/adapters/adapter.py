@@ -34,7 +34,7 @@ class Adapter:
     """A LoRA adapter.
 
     Attributes:
-        name: its directory, or how messages call it.
+        name: its directory, or its name in messages.
         config: facts that its tensors do not tell.
         tensors: its tensors by PEFT's names, such as
             "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight".
@@ -74,7 +74,7 @@ class Adapter:
         Args:
             config: the object in adapter_config.json, or `LoraConfig.to_dict()`.
             tensors: tensors by PEFT's names, see `Adapter`.
-            name: how messages call it.
+            name: its name in messages.
 
         Raises:
             ValueError: if it cannot be merged.

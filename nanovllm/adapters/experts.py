@@ -51,7 +51,7 @@ class ChangedExperts:
     Args:
         base: W [out, in]; of all experts [E, out, in] or [E, in, out].
         adapter: adapter with A and B.
-        change: their names, s, and what the tensor has of it.
+        change: their names, s, and the tensor's part of it.
         factors: factors of experts.
         device: torch.device to compute on.
     """
@@ -83,7 +83,7 @@ class ChangedExperts:
         *of, rows, columns = (
             range(*part.indices(size)) for part, size in zip(index, self.get_shape(), strict=True)
         )
-        # A copy: what is read may be memory of the file.
+        # A copy: the tensor may be memory of the file.
         w = self._base[index].to(self._device).to(torch.float32, copy=True)
         left, right = self._of_each(rows, columns)
         if (expert := self._experts.expert) is not None:

@@ -1,6 +1,6 @@
 """`match`: what each tensor of an adapter changes in a checkpoint. Imports no torch.
 
-Names of an adapter are paths in the model that was trained, behind PEFT's prefix; `parameters.py`
+Names of an adapter are paths in the model that was trained, after PEFT's prefix; `parameters.py`
 finds these in the checkpoint. Every tensor of an adapter changes something, or the adapter is
 refused.
 """
@@ -28,7 +28,7 @@ Parts: TypeAlias = Mapping[str, str]  # of a module's change -> name
 
 
 class OfExperts(NamedTuple):
-    """What a tensor has of a change to the matrices of all experts, which is one in the adapter.
+    """A tensor's part of a change to the matrices of all experts, which is one in the adapter.
 
     Attributes:
         num_experts: number of experts, E.
@@ -50,13 +50,13 @@ class LowRank(NamedTuple):
         a, b: names of the factors A [r, in] and B [out, r]; of an embedding, whose matrix is
             stored transposed, [r, out] and [in, r]; of experts [E r, in] and [out, r E], of which
             an expert has neighbouring rows and every E-th column.
-        is_embedding: whether it is one.
+        is_embedding: whether the matrix is one.
         shape: shape of the tensor that changes, [out, in]; of stacked experts [E, out, in] or
             [E, in, out], as stored.
         scale: factor of the product.
         magnitude: name of the tensor with the lengths of rows [out], of an embedding those of
             columns [in]; None: they have none.
-        experts: what it has of a change to experts; None: it is of another kind.
+        experts: its part of a change to experts; None: it is of another kind.
     """
 
     a: str
@@ -69,7 +69,7 @@ class LowRank(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What an adapter does to a tensor of the checkpoint.
+    """The change of a checkpoint's tensor by an adapter.
 
     Attributes:
         whole: name of the tensor that replaces it; None: none does.

@@ -1,7 +1,7 @@
 """`Merge`: adapters in the tensors of a checkpoint, while parts of these are read.
 
 Changes are computed in float32, by the formulas of LoRA and DoRA, for the part of a tensor that is
-read; whoever fills a parameter with the result rounds it, once.
+read; the result is rounded once, where it fills a parameter.
 """
 
 import logging
@@ -163,7 +163,7 @@ class _Changed:
             b, a = self._read(self._a, (slice(None), rows)).T, self._read(self._b, columns).T
         else:
             b, a = self._read(self._b, rows), self._read(self._a, (slice(None), columns))
-        # A copy: what is read may be memory of the file, or of whoever has the adapter.
+        # A copy: the tensor may be memory of the file, or of the adapter's owner.
         w = self._read(self._base, (rows, columns)).to(torch.float32, copy=True)
         return w.addmm_(b.float(), a.float(), alpha=self._change.scale)
 

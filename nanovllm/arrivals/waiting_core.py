@@ -23,7 +23,7 @@ WAIT_SECONDS = 0.01  # longest wait in a step, so that callers can add requests 
 
 
 class Make(Protocol):
-    """Makes a request of the core behind."""
+    """A maker of requests of the core behind."""
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ class WaitingRequest:
         listener: function that gets outputs, see `LLMEngine.add_request`.
 
     Attributes:
-        error: why it never will be; None: nothing is wrong so far.
+        error: reason why it never will be; None: nothing is wrong so far.
     """
 
     weight_version: int | str = 0
@@ -76,8 +76,8 @@ class WaitingCore(Core[Any]):
     Args:
         core: core that computes.
         intake: intake of the engine.
-        make: makes requests for `core`.
-        preparation: prepares images.
+        make: maker of requests for `core`.
+        preparation: preparation of images.
         max_num_batched_tokens: maximum number of tokens of a step.
     """
 

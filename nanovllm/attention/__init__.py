@@ -1,7 +1,7 @@
 """Attention backends, one file each with one interface, and the choice of one.
 
 Doors: `select_backend`; `base`, the interface; `triton_backend`, for the heads that it can do;
-`images`, for tokens that see what comes behind them.
+`images`, for tokens that see those after them.
 """
 
 from nanovllm.attention.base import AttentionBackend, AttentionNeeds

@@ -1,4 +1,4 @@
-"""Attention of images whose tokens all see each other, by PyTorch, behind backends without it."""
+"""Attention of images whose tokens all see each other, by PyTorch, after backends without it."""
 
 import torch
 

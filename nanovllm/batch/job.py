@@ -230,7 +230,7 @@ class _Job:
         self._in_flight[request_id] = row, params
 
     def _ask(self, row: Row) -> Ask:
-        """What a row asks for."""
+        """The request of a row."""
         seed = xxh3_64_intdigest(row.key, self._llm.config.seed) >> 1
         if row.is_openai:
             return read_request(row.fields, self._params, seed)

@@ -1,4 +1,4 @@
-"""What names of fields, and sampling parameters, mean for the rows of a job."""
+"""The meaning of names of fields, and of sampling parameters, for the rows of a job."""
 
 from dataclasses import fields
 from typing import Any

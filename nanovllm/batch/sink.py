@@ -40,8 +40,8 @@ class ResumableSink:
 
     Args:
         path: path of the output; for Parquet a directory of files. A symbolic link is followed.
-        job: all that the results depend on beside the rows, in JSON's types, from `describe_job`.
-            An output that was begun with another job is refused.
+        job: values that the results depend on beside the rows, in JSON's types, from
+            `describe_job`. An output that was begun with another job is refused.
         output_format: "jsonl" or "parquet"; None: by the name.
         retry_errors: whether to remove results that carry an error from the output, so that their
             rows are computed again.

@@ -17,7 +17,7 @@ class Touched(NamedTuple):
     Attributes:
         num_tokens: number of tokens.
         experts: number of experts that any of them chooses.
-        independent: what it would be if tokens chose experts independently, all alike.
+        independent: expected number if tokens chose experts independently, all alike.
         total: number of all experts.
     """
 

@@ -72,7 +72,7 @@ def read_int4_group(weights: dict[str, Any], form: Any) -> Int4:
     """The format of a group of compressed-tensors, whose `weights` are 4-bit integers.
 
     Args:
-        weights: what the group says of them.
+        weights: description of these in the group.
         form: `format` of the group.
     """
     strategy = weights.get("strategy")

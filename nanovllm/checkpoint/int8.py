@@ -45,7 +45,7 @@ def read_int8_group(group: dict[str, Any], form: Any) -> Int8:
 
 
 def _wrong_activations(inputs: Any) -> str:
-    """What is not supported of `input_activations`; "": nothing."""
+    """The unsupported part of `input_activations`; "": none."""
     if not isinstance(inputs, dict):
         return "in 16 bits"
     kind, bits, strategy = (inputs.get(key) for key in ("type", "num_bits", "strategy"))

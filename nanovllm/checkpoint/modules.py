@@ -54,7 +54,7 @@ class Modules:
 
     @classmethod
     def exactly(cls, key: str, names: Any) -> "Modules":
-        """The modules of a list of compressed-tensors: paths, regular expressions behind "re:" that
+        """The modules of a list of compressed-tensors: paths, regular expressions after "re:" that
         match the beginning of a path, or "Linear" for all.
         """
         _check_names(key, names)

@@ -38,7 +38,7 @@ SCALE, INVERSE = ".weight_scale", "_inv"  # ends of names of scales
 
 
 class Wanted(NamedTuple):
-    """What a checkpoint's tensor must be.
+    """The requirements on a checkpoint's tensor.
 
     Attributes:
         shape: its shape, of all ranks.
@@ -57,8 +57,8 @@ class Wanted(NamedTuple):
 
         Args:
             name: its name.
-            shape, dtype: what it has.
-            source: what wants it so, for the message.
+            shape, dtype: its shape and dtype.
+            source: origin of these requirements, for the message.
 
         Raises:
             ValueError: naming it.

@@ -193,7 +193,7 @@ def _by_lists(found: dict[str, Any], format: Format, method: str) -> Quantizatio
 
 def _dynamic(found: dict[str, Any], format: Format, method: str) -> list[Rule]:
     """GPTQModel's table of modules that differ: regular expressions that match the beginning of a
-    path, behind "-:" of modules that are left out, or "+:" or nothing of others.
+    path, after "-:" of modules that are left out, or "+:" or nothing of others.
     """
     rules = []
     for name, own in _table("dynamic", found).items():

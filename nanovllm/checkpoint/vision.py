@@ -29,7 +29,7 @@ class VisionConfig:
         num_positions: rows of the table of learned positions, a square.
         norm_eps: epsilon of norms.
         out_hidden_size: size of the embeddings, that of the language model.
-        deepstack: blocks whose states are added behind the first layers of the language model, too.
+        deepstack: blocks whose states are added after the first layers of the language model, too.
         mrope_section: number of pairs of a head that are rotated by a token's position on each of
             three axes (see `axes_of_pairs`); empty: tokens have one position each.
         are_whole: whether all tokens of an image see each other in the language model.

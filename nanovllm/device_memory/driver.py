@@ -34,7 +34,7 @@ def call(name: str, *args: object, remedy: str = "") -> None:
     Args:
         name: name of the function.
         args: its arguments, of ctypes.
-        remedy: what to do about an error.
+        remedy: remedy for an error.
 
     Raises:
         RuntimeError: if it fails; torch.OutOfMemoryError for want of memory.

@@ -42,8 +42,8 @@ class Parts(NamedTuple):
     """An engine that has started.
 
     Attributes:
-        core: computes requests.
-        intake: checks what callers pass.
+        core: core that computes requests.
+        intake: intake, which checks what callers pass.
         make: the request that was checked, with a pooling and a listener, for the core.
         describe: configuration that took effect, see `ModelRunner.describe`.
         max_model_len: the most tokens of prompt and output, also by the pool.
@@ -68,7 +68,7 @@ class Entrance(NamedTuple):
     """The way in for requests.
 
     Attributes:
-        intake: checks what callers pass.
+        intake: intake, which checks what callers pass.
         eos_token_ids: tokens that end a text.
         max_model_len: the most tokens of prompt and output, also by the pool.
         pool_tokens: number of tokens of the longest sequence that the KV pool holds, alone.
@@ -100,7 +100,7 @@ def make_entrance(
         tokenizer: tokenizer of transformers; None if the checkpoint has none.
         eos_token_ids: tokens that end a text.
         default: sampling parameters of requests without.
-        grammars: compiles the forms of structured outputs.
+        grammars: compiler of the forms of structured outputs.
     """
     intake = Intake(
         tokenizer,
@@ -130,7 +130,7 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
     """An engine of this process.
 
     Args:
-        executor: started.
+        executor: executor, started.
         runner: rank 0 of it.
         config: the engine's options.
         entrance: way in for its requests.

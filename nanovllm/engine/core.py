@@ -37,11 +37,11 @@ class Core(ABC, Generic[R]):
         finished: finished requests without a listener, until `forget_finished`.
         metrics: counters of the work done.
         timeline: recording of this process's work; None: no recording.
-        abort_later: takes a set of ids. The next call of the engine aborts these requests first.
+        abort_later: function of a set of ids. The next call of the engine aborts them first.
             Streams use it: Python may collect their generator in the middle of another call, where
             aborting is unsafe.
-        meanwhile: is called in each step before the wait for its results: what it does, in whatever
-            thread, goes on while the device computes.
+        meanwhile: function called in each step before the wait for its results: its work, in
+            whatever thread, goes on while the device computes.
         turn: sign by which other threads wait while a step is prepared or booked, where the device
             computes meanwhile.
         is_held: whether nothing is computed until `release`.
@@ -79,8 +79,8 @@ class Core(ABC, Generic[R]):
 
     @abstractmethod
     def hold(self) -> None:
-        """Compute nothing until `release`, and then all requests again from their beginning: what
-        the device holds of them may go.
+        """Compute nothing until `release`, and then all requests again from their beginning: their
+        memory on the device may go.
         """
 
     def release(self, version: int | str) -> None:

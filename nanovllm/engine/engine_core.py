@@ -27,7 +27,7 @@ class EngineCore(Core[Request]):
     """Computes requests, step by step.
 
     Args:
-        executor: started.
+        executor: executor, started.
         scheduler: scheduler over as many blocks as the executor has.
         lookahead: steps to launch ahead of the one that is booked: 1 to let the device compute
             while the host books, 0 to book each step before the next is chosen.

@@ -46,7 +46,7 @@ class Executor:
     Attributes:
         model_runner: runner of rank 0, once started.
         is_broken: whether an error has left the ranks in different states.
-        waited: since when and until when `run` last waited for tokens, by time.perf_counter.
+        waited: begin and end of the last wait of `run` for tokens, by time.perf_counter.
         encoded: number of images that the last step encoded, and since when and until when that was
             launched.
     """

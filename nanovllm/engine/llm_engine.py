@@ -1,7 +1,7 @@
 """`LLMEngine`: requests in, outputs out.
 
 Callers take turns here; `Intake` checks what they pass, and `EngineCore.step` is the loop.
-`assembly.py` puts these together. What else there is to call is in `llm.py`.
+`assembly.py` puts these together. Other calls are in `llm.py`.
 """
 
 import logging
@@ -184,7 +184,7 @@ class LLMEngine:
         Args:
             prompt: the prompt.
             sampling_params: None for those of `get_default_sampling_params`.
-            listener: is called with what is new after each step, in the form that `stream` gives;
+            listener: function called with the news after each step, in the form of `stream`;
                 `step` does not return the request then. It may call the engine, too. An error that
                 it raises comes out of `step`, and other listeners may miss news by it.
 

@@ -45,12 +45,12 @@ class ModelRunner:
 
     Args:
         config: the engine's options.
-        built: all that the steps need.
+        built: parts that the steps need.
 
     Attributes:
         built: the argument `built`, until `exit`.
         group: the ranks that the model is split over.
-        timer: times steps on the device; None where nobody wants to know.
+        timer: timer of steps on the device; None where nobody wants to know.
     """
 
     def __init__(self, config: Config, built: Built) -> None:

@@ -2,7 +2,7 @@
 
 `plan_step` makes the `StepPlan` that all ranks receive, with the changes since the last alone; on
 each of them a `SlotTable` keeps what they were told, and `build_batch` lays the step out as the
-arrays of a `Batch`. What is true of a sequence as long as it runs is declared once, in `FACTS`.
+arrays of a `Batch`. Facts of a sequence that hold as long as it runs are declared once, in `FACTS`.
 numpy only: knows no device.
 
 Letters: T tokens of the step, B sequences, P those of them that prefill, W blocks of the longest,
@@ -48,7 +48,7 @@ FACTS = {
     "logprob_divisors": Fact(
         np.float32, lambda seq: 0.0 if seq.controls is None else seq.controls.own_divisor, "samples"
     ),
-    # Positions of tokens behind a prompt, less their indices: images have fewer than tokens.
+    # Positions of tokens after a prompt, less their indices: images have fewer than tokens.
     "position_deltas": Fact(np.int32, lambda seq: seq.position_delta),
 }
 
@@ -67,7 +67,7 @@ class StepPlan(NamedTuple):
 
     slots: Int32  # [B], the sequences' rows in what the ranks remember, decodes first
     starts: Int32  # [B], position of the first token
-    num_tokens: Int32  # [B], how many
+    num_tokens: Int32  # [B]
     samples: NDArray[np.bool_]  # [B], whether the next token is sampled
     controlled: NDArray[np.bool_]  # [B], whether rank 0 needs the logits, for `RequestControls`
     prompt_logprobs: Int32  # [4, p]: index in B, how many tokens, the next prompt token, how many
@@ -80,7 +80,7 @@ class StepPlan(NamedTuple):
     loads: Int32  # [2, l]: rows of snapshots, and slots whose states begin with these
     # [6, n]: rows up to the last image of their prompts, see `placed_rows`
     placed: Int32
-    saves: Int32  # [2, s]: slots, and rows that take a snapshot of their states behind this step
+    saves: Int32  # [2, s]: slots, and rows that take a snapshot of their states after this step
     joined: Int32  # [J], slots whose sequence the ranks do not know yet
     facts: NDArray[np.void]  # [J] of `fact_dtype`
 
@@ -95,7 +95,7 @@ class StepPlan(NamedTuple):
 def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     """The plan for `scheduled`, in which the decodes come first (as `Scheduler.schedule` returns).
 
-    What it contains counts as known to the ranks once `mark_sent` has been called.
+    Its contents count as known to the ranks once `mark_sent` has been called.
     """
     seqs = [item.seq for item in scheduled]
     num_tokens = np.array([item.num_tokens for item in scheduled], np.int32)
@@ -217,7 +217,7 @@ class Batch(NamedTuple):
 
     num_decodes: int
     input_ids: Int32  # [T], -1 where a decode's token is known to the device only
-    positions: Int32  # [T], for rotation: behind images they are less than the token's index
+    positions: Int32  # [T], for rotation: after images they are less than the token's index
     slot_mapping: Int32  # [T]
     context_lens: Int32  # [B]
     block_tables: Int32  # [B, W], zeros past a sequence's blocks

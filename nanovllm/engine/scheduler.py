@@ -8,8 +8,8 @@ token, so a row for plans, kernels and CUDA graphs.
 
 A step passes through three calls: `schedule` chooses it, `advance` counts it as in flight once it
 has been launched, `postprocess` books its tokens once they are read. The next step may be chosen
-and launched between the last two: what it needs is known without the tokens, except whether one
-of them ends its sequence; that is noticed a step late, and the superfluous token is dropped.
+and launched between the last two: its needs are known without the tokens, except whether one of
+them ends its sequence; that is noticed a step late, and the superfluous token is dropped.
 """
 
 import bisect
@@ -323,7 +323,7 @@ class Scheduler:
             self._take_back(self.running[-1])
 
     def compute_all_again(self) -> None:
-        """All sequences begin again, and no block is cached: what they hold is of old weights."""
+        """All sequences begin again, and no block is cached: their contents are of old weights."""
         while self.running:
             self._take_back(self.running[-1])
         for seq in self.waiting:
@@ -404,8 +404,8 @@ class Scheduler:
             )
 
     def _release(self, seq: Sequence) -> None:
-        # A step in flight may still write the sequence's last block and its slot. Whoever gets
-        # them next writes them in a later step, and reads only what it has written.
+        # A step in flight may still write the sequence's last block and its slot. The next
+        # owner writes them in a later step, and reads only what it has written.
         self.block_manager.deallocate(seq)
         self.images.release(seq)
         seq.num_computed_tokens = 0

@@ -56,7 +56,7 @@ class KVBlocks:
 
 
 class Sent(NamedTuple):
-    """What the ranks know of a sequence's blocks.
+    """The ranks' knowledge of a sequence's blocks.
 
     Attributes:
         version: version of the tables.
@@ -74,7 +74,7 @@ class Results:
 
     Attributes:
         logprobs: log-probabilities of its completion; None: not asked for.
-        prompt_logprobs: those of the prompt tokens computed so far; None: not asked for.
+        prompt_logprobs: log-probabilities of prompt tokens computed so far; None: not asked for.
         embedding: pooled hidden states of its prompt; None: not asked for, or not computed.
         has_nan: whether a result is NaN, which ends the sequence.
         sampling_mask: tokens that its completion could have had; None: not asked for.
@@ -115,7 +115,7 @@ class Sequence:
     """
 
     seq_id: int  # grows with arrival
-    token_ids: list[int]  # given are those of the prompt
+    token_ids: list[int]  # the caller gives those of the prompt
     sampling_params: SamplingParams
     _: KW_ONLY
     block_size: int
@@ -147,7 +147,7 @@ class Sequence:
     num_pending: int = 0
     num_preemptions: int = 0
     slot: int = -1  # while running: its row in what the ranks remember of it, from 1 on
-    position_delta: int = 0  # position of a token behind the prompt, less its index
+    position_delta: int = 0  # position of a token after the prompt, less its index
     image_state: ImageState | None = None  # of a sequence with images, in the queue
     sent: Sent = field(default_factory=Sent)
     kv: KVBlocks = field(default_factory=KVBlocks)
@@ -253,7 +253,7 @@ class Sequence:
         return token_ids
 
     def cuts_an_image(self, position: int) -> bool:
-        """Whether tokens that see each other lie before this index and behind it."""
+        """Whether tokens that see each other lie before this index and after it."""
         if position >= self.images_end or self.image_state is None:
             return False
         return self.image_state.are_whole and any(
@@ -285,7 +285,7 @@ class ScheduledSequence(NamedTuple):
         start: position of the first token.
         num_tokens: number of tokens.
         samples: whether they reach the sequence's last token, so that a new one is sampled.
-        save: row that takes a snapshot of the state behind them; 0: none is taken.
+        save: row that takes a snapshot of the state after them; 0: none is taken.
     """
 
     seq: Sequence
@@ -347,7 +347,7 @@ class InFlightStep(NamedTuple):
 
     Attributes:
         scheduled: the step.
-        tokens: its sampled tokens, and what comes with them.
+        tokens: its sampled tokens, and results with them.
         launched_at: seconds of time.perf_counter.
         noted: notes of a `Timeline` on its launch; None without one.
     """

@@ -113,10 +113,10 @@ class Built:
         table: the rank's memory of running sequences.
         graphs: CUDA graphs of steps; None in eager mode.
         extras: results of a step that only some requests ask for.
-        compiler: compiles kernels beside this process; None where none are.
+        compiler: compiler of kernels beside this process; None where none is.
         weights: the model's weights, to be filled again.
-        sleeper: gives the memory back; None without `enable_sleep_mode`.
-        encoder: encodes images; None: the model reads none.
+        sleeper: object that gives the memory back; None without `enable_sleep_mode`.
+        encoder: encoder of images; None: the model reads none.
     """
 
     device: torch.device

@@ -144,7 +144,7 @@ class PendingTokens:
     Args:
         tokens: [n] int32.
         extras: results that come with them, if anybody has asked; there when they are.
-        span: times the step on the device; None: nobody wants to know.
+        span: timer of the step on the device; None: nobody wants to know.
     """
 
     def __init__(

@@ -189,7 +189,7 @@ def lay_out(parts: Mapping[str, NDArray[np.int32]], size: Size, batch: Batch) ->
     Args:
         parts: the arrays, on the host.
         size: their room.
-        batch: fits it.
+        batch: batch that fits it.
     """
     values, n, D = _values(batch, size), batch.num_decodes, size.decodes
     for name, array in LAYOUT.items():

@@ -62,8 +62,8 @@ class StepGraphs:
         members: decodes of a tile of shared prefixes.
         max_prompt_tokens: maximum number of prompt tokens; 0: steps with prompts have no graphs.
         spare: bytes of the device that graphs of steps with prompts leave to larger steps.
-        prepare: has kernels loaded for a step, and libraries allocate what they need; None:
-            `compute`.
+        prepare: function that has kernels loaded for a step, and libraries allocate what they
+            need; None: `compute`.
         windowed: whether layers that slide have block tables of their own.
     """
 

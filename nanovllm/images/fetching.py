@@ -176,11 +176,11 @@ class _TimedSocket:
         return io.BufferedReader(_TimedReads(self._opened, self._deadline))
 
     def close(self) -> None:
-        """Nothing: whoever opened the connection closes it, after the body."""
+        """Nothing: the opener of the connection closes it, after the body."""
 
 
 class _TimedReads(io.RawIOBase):
-    """What comes over a connection until a deadline."""
+    """The bytes that come over a connection until a deadline."""
 
     def __init__(self, opened: socket.socket, deadline: float) -> None:
         self._opened, self._deadline = opened, deadline

@@ -32,7 +32,7 @@ class Picture:
 
     Attributes:
         height, width: size as it will be read.
-        source: equal for pictures of the same content; it holds on to what the caller passed.
+        source: value that is equal for pictures of the same content; it holds on to the caller's.
         read: function that returns the pixels, [height, width, 3] uint8.
         source_bytes: memory of encoded data in `source`, which are there as long as the picture,
             and of the data URL that they come from.
@@ -90,7 +90,7 @@ class PartImage:
     """An image of a message's part, as it stands in `multi_modal_data` of the prompt made of it.
 
     Attributes:
-        image: what the caller passed.
+        image: image that the caller passed.
         name: place of it in the conversation, for errors.
         part: place of the part, for errors.
         limits: `max_pixels` and `min_pixels` of the part.
@@ -105,7 +105,7 @@ class PartImage:
 def unwrap(given: Mapping[str, Any], name: str) -> tuple[Any, str]:
     """The bytes or the path in a dictionary of Hugging Face's datasets, and its name in errors.
 
-    Only these two kinds come out, so what stands for an image is looked at once.
+    Only these two kinds come out, so the value for an image is looked at once.
 
     Args:
         given: dictionary with `bytes`, which have priority, or `path`.

@@ -14,18 +14,18 @@ from nanovllm.images.image import PlacedImage
 def three_positions(
     num_tokens: int, images: Sequence[PlacedImage], merge: int
 ) -> tuple[NDArray[np.int32], int]:
-    """The positions of a prompt's tokens, and the shift of all tokens behind it.
+    """The positions of a prompt's tokens, and the shift of all tokens after it.
 
     Text counts on, alike on all axes. At position p, an image of R x C merged patches has time p,
-    heights p to p + R - 1 and widths p to p + C - 1; the text behind it goes on at p + max(R, C).
+    heights p to p + R - 1 and widths p to p + C - 1; the text after it goes on at p + max(R, C).
 
     Args:
         num_tokens: length of the prompt.
         images: its images, in order.
-        merge: merged patches have this many patches on each side.
+        merge: number of patches on each side of a merged patch.
 
     Returns:
-        Positions [3, num_tokens] int32, and the delta: token i behind the prompt has position
+        Positions [3, num_tokens] int32, and the delta: token i after the prompt has position
         i + delta on all axes.
     """
     positions = np.empty((3, num_tokens), np.int32)

@@ -70,7 +70,7 @@ class _Job:
         users: ids of these requests.
         held: bytes counted for it now.
         is_running: whether a thread has it.
-        prepared: what became of it; None: nothing yet.
+        prepared: result; None: none yet.
     """
 
     sized: SizedPicture

@@ -1,4 +1,4 @@
-"""`ImageProcessor`: how a checkpoint wants its images, from its preprocessor_config.json.
+"""`ImageProcessor`: the form of a checkpoint's images, from its preprocessor_config.json.
 
 The size of a picture alone tells the size to which it is resized, and its number of tokens. No
 torch here.
@@ -34,7 +34,7 @@ class ImageProcessor:
         min_pixels, max_pixels: bounds on the area of a resized image, whose ratio of sides is kept.
         fixed_size: height and width of all images in the place of these bounds; None: they hold.
         fixed_tokens: number of tokens of an image of fixed size.
-        mean, std: of each colour, from 0 to 1, by which pixels are normalised.
+        mean, std: mean and deviation of each colour, from 0 to 1, by which pixels are normalised.
         frames: number of times that an image is repeated in its patches.
     """
 

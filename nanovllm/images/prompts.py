@@ -13,7 +13,7 @@ from nanovllm.images.processor import ImageProcessor, read_limits
 from nanovllm.images.urls import Media
 from nanovllm.utils.checks import check_int
 
-OTHERS = {  # what multi_modal_data may have elsewhere
+OTHERS = {  # keys of multi_modal_data elsewhere
     "audio": "sound is",
     "video": "videos are",
     "image_embeds": "embeddings of images are",
@@ -218,14 +218,14 @@ class ImagePrompts:
 
 
 def remedies(length: int, images: Sequence[SizedPicture], limit: int, last: str) -> str:
-    """What to do about a prompt that is too long, for its longer part first. What cannot be enough
-    by itself is left out, unless nothing is.
+    """The remedies for a prompt that is too long, for its longer part first. One that cannot be
+    enough by itself is left out, unless none is enough.
 
     Args:
         length: number of tokens of the prompt.
         images: its images.
         limit: number of tokens that it must stay below.
-        last: how to raise the limit.
+        last: remedy that raises the limit.
     """
     of_images = sum(image.num_tokens for image in images)
     of_text, least = length - of_images, sum(image.least_tokens for image in images)

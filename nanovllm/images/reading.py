@@ -40,7 +40,7 @@ BROKEN = (
     KeyError,
     RuntimeError,  # of AVIF
 )
-# What Pillow reads by itself; for EPS and WMF it starts other programs or asks the system.
+# Formats that Pillow reads by itself; for EPS and WMF it starts other programs or asks the system.
 FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000"),
     *("ICO", "PPM", "TGA"),
@@ -231,7 +231,7 @@ def _peek(file: Any, name: str, what: str) -> tuple[int, int]:
     with _opened(file, name, what) as image:
         _check_mode(image, name, what)
         _check_area(image.height, image.width, name)
-        # The method of the base class: a PNG's own would decode it, for EXIF data behind pixels.
+        # The method of the base class: a PNG's own would decode it, for EXIF data after pixels.
         turned = Image.Image.getexif(image).get(EXIF_ORIENTATION) in SWAPPED
         width, height = image.size
         if image.format == "TIFF":  # of which Pillow says the turned size, where it turns it itself
@@ -252,7 +252,7 @@ def _load(file: Any, size: tuple[int, int], name: str, what: str) -> NDArray[np.
         if pixels.shape[:2] != size:
             raise RefusedError(
                 f"`{name}` must keep its size, and {what} has changed, or has its orientation "
-                "behind its pixels: save it again"
+                "after its pixels: save it again"
             )
         return pixels
 

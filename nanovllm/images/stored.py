@@ -32,7 +32,7 @@ class Stored:
 
 @dataclass(slots=True)
 class ImageState:
-    """What the cache knows of a sequence with images.
+    """The cache's knowledge of a sequence with images.
 
     Attributes:
         stand_ins: number of each image, negative, which stands for its placeholders in hashes of

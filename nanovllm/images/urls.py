@@ -138,7 +138,7 @@ def data_of_url(url: str, name: str) -> bytes:
     """
     kind, comma, data = url.partition(",")
     if not comma or not data:
-        raise ValueError(f"`{name}` must have data behind a comma, got {short(url)}")
+        raise ValueError(f"`{name}` must have data after a comma, got {short(url)}")
     found = unquote_to_bytes(data)
     if not kind.endswith(";base64"):
         return found

@@ -104,7 +104,7 @@ def can_describe(x: torch.Tensor) -> bool:
 
 
 def adjacent_rows(x: torch.Tensor) -> torch.Tensor:
-    """The matrix x: [T, K], or a copy, whose memory depends on K alone: rows one behind the other,
+    """The matrix x: [T, K], or a copy, whose memory depends on K alone: rows one after the other,
     the first at a multiple of 16 bytes. So `can_describe` says the same of all of them. (PyTorch
     calls a single row contiguous, whatever its stride is.)
     """

@@ -102,7 +102,7 @@ def embed_images(rows: torch.Tensor, images: ImageRows, group: Group) -> None:
 
 
 def add_images(residual: Residual, images: ImageRows, i: int) -> None:
-    """Add to the residual stream behind layer i what images have for it, if anything."""
+    """Add to the residual stream after layer i what images have for it, if anything."""
     if i + 1 >= images.values.shape[1]:
         return
     values = images.values[:, i + 1]

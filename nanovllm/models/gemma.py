@@ -28,20 +28,20 @@ class Gemma2DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Qwen3Attention(config, i, rope, build.at("self_attn"))
         self.mlp = Qwen3MLP(config, build.at("mlp"))
-        before, behind, before_mlp, behind_mlp = self.norms
+        before, after, before_mlp, after_mlp = self.norms
         self.add_module(before, norm(config, build, act_block=self.self_attn.qkv_proj.act_block))
-        self.add_module(behind, norm(config, build))
+        self.add_module(after, norm(config, build))
         self.add_module(before_mlp, norm(config, build, act_block=self.mlp.act_block))
-        self.add_module(behind_mlp, norm(config, build))
+        self.add_module(after_mlp, norm(config, build))
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual
     ) -> tuple[torch.Tensor, Residual]:
-        before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in self.norms)
+        before, after, before_mlp, after_mlp = (getattr(self, name) for name in self.norms)
         hidden, residual = before.add_forward(hidden, residual)
-        hidden = behind.whole_forward(self.self_attn(positions, hidden))
+        hidden = after.whole_forward(self.self_attn(positions, hidden))
         hidden, residual = before_mlp.add_forward(hidden, residual)
-        return behind_mlp.whole_forward(self.mlp(hidden)), residual
+        return after_mlp.whole_forward(self.mlp(hidden)), residual
 
 
 class Glm4DecoderLayer(Gemma2DecoderLayer):

@@ -1,6 +1,6 @@
 """Answers of the server in OpenAI's form: whole, and as the events of a stream.
 
-What all events of a stream have in common is written once; of most, only the text is encoded.
+The part that all events of a stream share is written once; of most, only the text is encoded.
 """
 
 import json
@@ -179,7 +179,7 @@ class Answer:
         return f"{self._start}{dumps({'choices': choices, **more})[1:]}\n\n"
 
     def _plain_event(self, choice: Choice, text: str) -> str:
-        """What `_event` gives for a part that has text alone, in a tenth of the time."""
+        """The result of `_event` for a part that has text alone, in a tenth of the time."""
         name, after = '"text":', ""
         if self._ask.is_chat:
             name, after = '"delta":{"content":', "}"
@@ -227,7 +227,7 @@ class Answer:
         return {"index": choice.index, "message": message, **self._chat_end(choice, part)}
 
     def _chat_end(self, choice: Choice, part: CompletionOutput) -> dict[str, Any]:
-        """What a chat's choice has beside its text, which is read before."""
+        """The fields of a chat's choice beside its text, which is read before."""
         return {
             "logprobs": self._chat_logprobs(part),
             "finish_reason": choice.finish_reason(part),
@@ -244,7 +244,7 @@ class Answer:
     def _text_choice(
         self, choice: Choice, part: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
-        """What is new of a completion; first of all its prompt, if that is echoed."""
+        """The news of a completion; first of all its prompt, if that is echoed."""
         ask, text, token_ids = self._ask, part.text, part.token_ids
         places = None if part.logprobs is None else list(part.logprobs)
         if ask.drops_tokens:
@@ -313,7 +313,7 @@ class Answer:
 
 
 def _call_news(call: Call, index: int) -> Iterator[dict[str, Any]]:
-    """What is new of a call as OpenAI's streams have it: its beginning, then its arguments."""
+    """The news of a call as OpenAI's streams have it: its beginning, then its arguments."""
     if call.name is not None:
         function = {"name": call.name, "arguments": ""}
         call_id = f"call_{uuid.uuid4().hex[:24]}"

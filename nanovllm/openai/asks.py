@@ -1,4 +1,4 @@
-"""What a request to the server asks for, read and checked before anything is queued.
+"""`Ask`: a request to the server, read and checked before anything is queued.
 
 Fields are those that `bodies` reads for files of batches, too, and these: how the answer comes,
 which tools must be called, and how a prompt is tokenised.
@@ -54,7 +54,7 @@ DEFAULT_TOKENS = 16  # of a completion that says nothing, as OpenAI's
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks for.
+    """A request, as it was read.
 
     Attributes:
         prompts: prompts for `AsyncLLM.stream`.
@@ -213,7 +213,7 @@ async def _read_completion(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
 
 async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
     """Read a chat. Its messages are rendered, and the images of hosts in them fetched, in another
-    thread. Which images they may name is for the engine's options.
+    thread. The engine's options say which images they may name.
     """
     shows_reasoning = fields.take_bool("include_reasoning", True)
     several = fields.take_bool("parallel_tool_calls", True)

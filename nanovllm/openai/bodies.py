@@ -15,7 +15,7 @@ from nanovllm.utils.checks import check_bool, check_int, shown
 from nanovllm.utils.options import Foreign, only
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Fields without an effect on results. Who gives some of them one takes these off before.
+# Fields without an effect on results. A caller with a meaning for some takes these off before.
 IGNORED = (
     "metadata",
     "model",

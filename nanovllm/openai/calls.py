@@ -11,10 +11,10 @@ The form is that of Hermes, Qwen2.5 and Qwen3 (https://github.com/NousResearch/H
     {"name": "f", "arguments": {"x": 1}}
     </tool_call>
 
-What a text says does not depend on the pieces in which it comes. A call is told from the beginning
-of its arguments on, as they are written. They are the text of the model, up to the brace that
-closes them: they break off where `max_tokens` cuts them, and may be no JSON where no form holds the
-model to it. So clients must validate them, as with OpenAI
+The meaning of a text does not depend on the pieces in which it comes. A call is told from the
+beginning of its arguments on, as they are written. They are the text of the model, up to the brace
+that closes them: they break off where `max_tokens` cuts them, and may be no JSON where no form
+holds the model to it. So clients must validate them, as with OpenAI
 (https://platform.openai.com/docs/api-reference/chat/object). A call that is malformed before its
 arguments stays in the content.
 """
@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 SPACE = " \t\n\r"  # of JSON
-# What stands before the arguments of a call as models write it; a space here is any space of JSON.
+# The text before the arguments of a call as models write it; a space here is any space of JSON.
 HEAD = re.compile(r' \{ "name" : "([^"\\]+)" , "arguments" : (?=\{)'.replace(" ", f"[{SPACE}]*"))
 
 
 class Call(NamedTuple):
-    """What is new of a call of a tool.
+    """The news of a call of a tool.
 
     Attributes:
         name: name of the tool, which begins a call; None: the last one goes on.
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What a part of an answer says."""
+    """The contents of a part of an answer."""
 
     content: str
     reasoning: str
@@ -58,7 +58,7 @@ class ObjectText:
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
     def end_in(self, text: str) -> int | None:
-        """Where the object ends in more of its text; None: not there."""
+        """The end of the object in more of its text; None: not there."""
         for at, char in enumerate(text):
             if self._in_string:
                 self._in_string = self._is_escaped or char != '"'
@@ -87,14 +87,14 @@ class Splitter:
     """
 
     def __init__(self, *, may_reason: bool, is_reasoning: bool, may_call: bool) -> None:
-        self._text, self._is_end = "", False  # what is not told yet, and whether it is all
+        self._text, self._is_end = "", False  # text not told yet, and whether it is all
         self._told: dict[str, str] = {}
         self._calls: list[Call] = []
         self.is_reasoning: bool | None = None
         self._reader = self._read(may_reason, is_reasoning, may_call)
 
     def feed(self, text: str, *, is_end: bool = False) -> Said:
-        """What is certain after more text; at the end, all that is left."""
+        """The part that is certain after more text; at the end, all that is left."""
         self._text, self._is_end = self._text + text, is_end
         self._told, self._calls = {"content": "", "reasoning": ""}, []
         next(self._reader)

@@ -125,9 +125,8 @@ def with_reasoning(schema: str, thinks: str) -> str:
 
 
 def reasoning_rule(prompt: str) -> str:
-    """What stands in Lark for the reasoning before an answer in a form: what closes the reasoning
-    that the prompt has opened, or reasoning that may be left out; "" after a prompt that has closed
-    it.
+    """The rule in Lark for the reasoning before an answer in a form: the end of the reasoning that
+    the prompt has opened, or reasoning that may be left out; "" after a prompt that has closed it.
     """
     if prompt.rstrip().endswith(THINK_END):
         return ""

@@ -18,7 +18,7 @@ class Letter(NamedTuple):
     fd: int
 
     def read(self) -> Any:
-        """What it says."""
+        """The object in it."""
         with open(f"/proc/{self.pid}/fd/{self.fd}", "rb") as file:
             return pickle.load(file)
 

@@ -125,7 +125,7 @@ def _chunks(
     earlier = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     decay = since.masked_fill_(~earlier, -torch.inf).exp_()
     beta, total, left = beta.unsqueeze(-1), G.float().exp(), (G[..., -1:] - G).float().exp()
-    A = beta * decay * (k @ k.mT)  # its diagonal and what is above are not read
+    A = beta * decay * (k @ k.mT)  # its diagonal and the part above are not read
     both = torch.cat([beta * v, beta * total.unsqueeze(-1) * k], -1)
     both = torch.linalg.solve_triangular(A, both, upper=False, unitriangular=True)
     U, W = both.split([v.shape[-1], k.shape[-1]], -1)
@@ -141,7 +141,7 @@ def _chunks(
 
 
 def _in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """x: [n, Hv, ...] as [Hv, N, size, ...], with zeros behind."""
+    """x: [n, Hv, ...] as [Hv, N, size, ...], with zeros at the end."""
     spare = -len(x) % size
     x = torch.cat([x, x.new_zeros(spare, *x.shape[1:])]) if spare else x
     return x.transpose(0, 1).unflatten(1, (-1, size))

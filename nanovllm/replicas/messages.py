@@ -62,7 +62,7 @@ class Answer(NamedTuple):
     Attributes:
         question: number of the question.
         value: answer.
-        error: what is wrong with the question; None: nothing.
+        error: mistake in the question; None: none.
     """
 
     question: int

@@ -237,7 +237,7 @@ class ReplicatedCore(Core[RemoteRequest]):
 
 
 def _what_follows(again: bool, held: bool) -> str:
-    """What becomes of a replica that has ended, in words."""
+    """The fate of a replica that has ended, in words."""
     if not again:
         return "not restarted: it has ended too often, or the weights have been updated"
     return "restarted when the engine goes on" if held else "restarted"

@@ -120,7 +120,7 @@ class Intake:
         Args:
             prompt: prompt.
             params: sampling parameters; None: the default.
-            grammars: what `compile_form` has made of them; None: it is made here.
+            grammars: result of `compile_form` for them; None: it is made here.
 
         Raises:
             TypeError, ValueError: naming the mistake.

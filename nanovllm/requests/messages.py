@@ -26,7 +26,7 @@ def read_conversation(
     Args:
         conversation: messages of the caller.
         name: name of the conversation in errors.
-        images: takes the images.
+        images: collector of the images.
         has_developer: whether the template knows the role `developer`.
 
     Raises:

@@ -14,8 +14,8 @@ THREADS = 16  # they wait for hosts more than they compute
 
 @contextmanager
 def fetching_threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads that render. What has not begun at the end of the block is dropped; nobody waits for
-    what has, which `Fetcher` bounds.
+    """Threads that render. Work that has not begun at the end of the block is dropped; nobody waits
+    for the rest, which `Fetcher` bounds.
     """
     pool = ThreadPoolExecutor(THREADS, "nanovllm-fetch")
     try:

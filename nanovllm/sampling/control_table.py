@@ -140,7 +140,7 @@ class ControlTable:
         )
 
     def _reports(self, slots: Int32, seqs: list[Sequence]) -> Reports:
-        """What these sequences, in these slots, want to know of their draws."""
+        """The reports that these sequences, in these slots, want of their draws."""
         label_rows, labels = [NO_LABELS], [NO_LABELS]
         for row in np.flatnonzero(self._has_labels[slots]).tolist():
             controls = seqs[row].controls

@@ -54,7 +54,7 @@ class Controls(NamedTuple):
         reset: [r] int32, slots whose counts are replaced by `counts`.
         counts: [3, h] int32: slot, token, and its count, which is negative for tokens in the prompt
             (`IN_PROMPT`).
-        reports: what is reported of the draws.
+        reports: facts to report of the draws.
     """
 
     top_k: Int32

@@ -23,7 +23,7 @@ class Extra(NamedTuple):
     Attributes:
         scored: log-probabilities of drawn tokens.
         left: tokens that could have been drawn; None: nobody has asked, or all could.
-        prompt_logprobs: those of prompt tokens, in parts.
+        prompt_logprobs: log-probabilities of prompt tokens, in parts.
         pooled: [k, M] float32, embeddings of prompts that end in the step; None: there are none.
     """
 

@@ -17,7 +17,7 @@ BANNED = -np.inf  # bias of a token that must not be drawn
 
 
 class Report(NamedTuple):
-    """What a request wants to know of each draw, beside its token.
+    """The facts that a request wants of each draw, beside its token.
 
     Attributes:
         num_logprobs: most likely tokens whose log-probabilities are reported beside the drawn
@@ -41,7 +41,7 @@ class RequestControls(NamedTuple):
     Attributes:
         filters: top_k (0: all), top_p, min_p.
         penalties: repetition, presence, frequency.
-        report: what is reported of each draw.
+        report: facts to report of each draw.
         own_divisor: divisor of the model's logits for the log-probability of the drawn token, where
             that alone is wanted and the model's logits say it; else 0.
         bias_tokens: [E] int32, ascending.

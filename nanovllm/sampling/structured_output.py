@@ -378,7 +378,7 @@ def _lark(name: str, value: Any) -> str:
 
 
 def json_rule(schema: str) -> str:
-    """What stands for JSON of a schema in a rule of Lark."""
+    """The part of a Lark rule that stands for JSON of a schema."""
     read = json.loads(schema)
     options = {"whitespace_pattern": WHITESPACE, **read.get("x-guidance", {})}
     return "%json " + json.dumps({**read, "x-guidance": options})

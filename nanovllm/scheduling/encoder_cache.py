@@ -53,7 +53,7 @@ class EncoderCache:
     """The books of the store.
 
     Args:
-        facts: of the model's images; None: it has no tower.
+        facts: facts of the model's images; None: it has no tower.
 
     Attributes:
         num_encoded, num_hits: images that were encoded for a sequence, and that were there: in the
@@ -67,7 +67,7 @@ class EncoderCache:
         self.forget()
 
     def forget(self) -> None:
-        """What is in the store is of no use. No sequence may hold anything."""
+        """Forget all that is in the store. No sequence may hold anything."""
         self._stored: OrderedDict[bytes, Stored] = OrderedDict()  # least recently used first
         self._free_rows = list(reversed(range(self._facts.capacity)))
         self._num_held_rows = 0
@@ -112,8 +112,8 @@ class EncoderCache:
         self._budget = 0
 
     def reach(self, seq: Sequence, start: int, end: int) -> int:
-        """How far a step can compute a sequence: `end`, or the beginning of an image before it that
-        the step cannot encode, or may not cut; `start` if that is nothing.
+        """The index up to which a step can compute a sequence: `end`, or the beginning of an image
+        before it that the step cannot encode, or may not cut; `start` if that is nothing.
         """
         budget = self._budget
         room = self._facts.capacity - self._num_held_rows

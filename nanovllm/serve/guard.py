@@ -1,4 +1,4 @@
-"""What every request passes: keys, the size of its body, and a watch for its client's leaving.
+"""`Guard`: keys, the size of a body, and a watch for the client's leaving, for every request.
 
 Plain ASGI, because Starlette's own base for middleware hides disconnections.
 """
@@ -100,7 +100,7 @@ class Guard:
         if self.is_draining and path not in DRAINING_PATHS:
             raise RefusedError(503, ENDING)
         if scope["method"] in ("GET", "HEAD") or path in OPEN_PATHS:
-            return b""  # whatever comes is left unread
+            return b""  # any body is left unread
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > MAX_BODY:
             raise RefusedError(413, TOO_LARGE.format(MAX_BODY))

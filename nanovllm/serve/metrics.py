@@ -61,7 +61,7 @@ class Distribution:
 
 
 class ServerMetrics:
-    """What a server has seen.
+    """The counts and times of a server's requests.
 
     Args:
         model: name of the model, a label of all values.

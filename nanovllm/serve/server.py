@@ -20,9 +20,9 @@ class Server(uvicorn.Server):
 
     Args:
         app: application.
-        listener: socket that listens; who has come before the server runs is answered then.
+        listener: socket that listens; clients that came before the server runs are answered then.
         grace: seconds for requests that are open.
-        greeting: said on standard error when the server runs, before its address.
+        greeting: line on standard error when the server runs, before its address.
     """
 
     def __init__(self, app: Guard, listener: socket.socket, grace: float, greeting: str) -> None:

@@ -76,7 +76,7 @@ class Texts:
         request_id: str,
         send: Send,
     ) -> None:
-        """Send events as they come. What is wrong before the first of them has a status."""
+        """Send events as they come. A mistake before the first of them has a status."""
 
         async def write(text: str, *, more: bool = True) -> None:
             if text or not more:
@@ -92,7 +92,7 @@ class Texts:
             end = answer.end()
         except RefusedError as refused:  # by the mistake in another prompt
             end = last_events(refused.status, str(refused))
-        except Exception:  # the status is sent: what is left to say is said here
+        except Exception:  # the status is sent: the rest is said here
             logger.exception("the stream of request %s has ended by an error", request_id)
             end = last_events(500, INTERNAL.format(request_id))
         await write(end, more=False)

@@ -73,8 +73,8 @@ class Builder:
         """Build everything.
 
         Args:
-            connect: meets the other ranks, if the group has not.
-            beside: is called while other processes compile kernels, and told whether any do.
+            connect: function that meets the other ranks, if the group has not.
+            beside: function called while other processes compile kernels, and told whether any do.
 
         Raises:
             ValueError: for an option that the device or the checkpoint does not allow, a checkpoint

@@ -16,7 +16,7 @@ class DeltaNet(NamedTuple):
         conv: [C, J], weights of the convolution of each channel, that of the newest token last.
         A_log, dt_bias: [Hv] float32, of the decay.
         norm: [V] float32, weight of the gated norm.
-        eps: added to the mean square in that norm.
+        eps: constant added to the mean square in that norm.
         num_key_heads: Hk
     """
 

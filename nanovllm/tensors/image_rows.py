@@ -12,7 +12,7 @@ class ImageRows(NamedTuple):
 
     Attributes:
         rows: [n] int64, their rows in the step.
-        values: [n, 1 + K, M], embeddings, and what is added behind each of the first K layers.
+        values: [n, 1 + K, M], embeddings, and the values added after each of the first K layers.
         spans: images whose tokens see each other; empty: each token sees those before it.
         limits: [T] int32, number of its sequence's first tokens that each token of the step sees:
             up to itself, or to the end of its image; None: there are no spans.

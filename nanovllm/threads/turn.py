@@ -4,7 +4,7 @@ import threading
 
 
 class Turn:
-    """Whose turn it is in Python: the engine's thread's, or that of all others.
+    """The turn in Python: the engine's thread's, or that of all others.
 
     Python runs one thread at a time, and the engine's lets go of Python's lock at each operator, of
     which a step has hundreds. Where others want the lock, it comes back after milliseconds, while

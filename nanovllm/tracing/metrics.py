@@ -69,7 +69,7 @@ class Metrics:
             seconds: its time.
 
         Returns:
-            How many tokens it computed for prefills, and for decodes.
+            Numbers of tokens that it computed for prefills, and for decodes.
         """
         decode = sum(item.num_tokens for item in scheduled if item.is_decode)
         prefill = sum(item.num_tokens for item in scheduled) - decode

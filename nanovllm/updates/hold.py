@@ -6,7 +6,7 @@ Version: TypeAlias = int | str
 
 
 class Holder(Protocol):
-    """What computes requests."""
+    """A core that can be held."""
 
     def hold(self) -> None:
         """Compute nothing until `release`, and then all requests again from their beginning."""
@@ -19,7 +19,7 @@ class Hold:
     """The reasons, each with a name. While there is one, the engine is held.
 
     Args:
-        holder: what computes requests.
+        holder: core that computes requests.
 
     Attributes:
         version: version of the weights, for `release`.

@@ -81,7 +81,7 @@ class Updatable(ABC):
         a GPU (CUDA IPC).
 
         Args:
-            message: what `nanovllm.share_weights` has given there.
+            message: result of `nanovllm.share_weights` there.
             version: as for `update_weights`.
 
         Raises:
@@ -177,8 +177,8 @@ class Updatable(ABC):
     def sleep(self, level: int = 1) -> None:
         """Give the GPU's memory back, for others, until `wake_up`. Needs `enable_sleep_mode`.
 
-        What a start takes its time for stays: processes, compiled kernels, CUDA graphs. What was
-        cached of prompts is forgotten.
+        The slow parts of a start stay: processes, compiled kernels, CUDA graphs. Cached prompts are
+        forgotten.
 
         Args:
             level: 1 keeps the weights in host memory (pinned, and kept for the next time: the first
@@ -196,7 +196,7 @@ class Updatable(ABC):
             self._sleeping.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again that `sleep` has given back. What does not sleep is left as it is.
+        """Take the memory again that `sleep` has given back. The rest is left as it is.
 
         Args:
             tags: list of "weights" and "kv_cache", or of one of them: new weights need no KV cache
@@ -204,7 +204,7 @@ class Updatable(ABC):
 
         Raises:
             TypeError, ValueError: if it is no list, or for another tag.
-            torch.OutOfMemoryError: if there is no memory; what is missing sleeps on.
+            torch.OutOfMemoryError: if there is no memory; the missing part sleeps on.
         """
         if tags is not None and (isinstance(tags, str) or not isinstance(tags, Collection)):
             hint = f": pass [{tags!r}]" if tags in TAGS else ""

@@ -24,7 +24,7 @@ class Ranks(Protocol):
 
 
 class Built(Protocol):
-    """What this process's rank was built of, see `startup.build.Built`."""
+    """The parts of this process's rank, see `startup.build.Built`."""
 
     @property
     def weights(self) -> Weights: ...
@@ -35,7 +35,7 @@ class Built(Protocol):
 
 
 class Runner(Protocol):
-    """Has what was built until it exits, see `ModelRunner`. Nothing else may keep it."""
+    """The owner of a `Built` until it exits, see `ModelRunner`. Nothing else may keep it."""
 
     @property
     def built(self) -> Built: ...

@@ -45,7 +45,7 @@ class DeviceMemory(NamedTuple):
     """Memory of a GPU.
 
     Attributes:
-        handle: what the CUDA driver finds it by, `HANDLE_BYTES`.
+        handle: bytes by which the CUDA driver finds it, `HANDLE_BYTES`.
     """
 
     handle: bytes
@@ -58,7 +58,7 @@ class Parcel(NamedTuple):
         tensors: names, shapes and dtypes.
         begins: first byte of each tensor.
         num_bytes: size of the buffer.
-        memory: where it is.
+        memory: place of its bytes.
     """
 
     tensors: list[Described]
@@ -146,7 +146,7 @@ class Buffer:
         device: torch.device of the memory.
 
     Attributes:
-        memory: where it is.
+        memory: place of its bytes.
         bytes: [num_bytes] uint8
     """
 

@@ -129,7 +129,7 @@ class WeightUpdates:
 
         Args:
             adapters: adapters to merge into it.
-            name: what they are called.
+            name: name of these adapters.
         """
         self._begin(Ledger(self._memory.expected()), BUSY)
         try:

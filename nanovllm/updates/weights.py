@@ -51,7 +51,7 @@ class Weights:
 
     @cached_property
     def _origins(self) -> list[Origin]:
-        """What has to forget the tensors of an update that has failed."""
+        """The origins that must forget the tensors of an update that has failed."""
         origins = (getattr(module, "origin", None) for module in self._model.modules())
         return [origin for origin in origins if origin is not None]
 

@@ -108,7 +108,7 @@ class Absent:
     the remedy.
 
     Args:
-        remedy: what to do instead.
+        remedy: advice for its users.
     """
 
     def __init__(self, remedy: str) -> None:

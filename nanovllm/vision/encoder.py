@@ -54,7 +54,7 @@ class Encoder:
     Args:
         tower: tower on its device.
         config: facts of the tower.
-        processor: how pixels are normalised.
+        processor: processor by which pixels are normalised.
         rope: rotary embedding of the language model, if tokens have positions of three axes.
         build: options of the model.
         capacity: number of embeddings that the store holds.
@@ -88,7 +88,7 @@ class Encoder:
 
     @property
     def facts(self) -> ImageFacts:
-        """What scheduling needs to know."""
+        """The facts that scheduling needs."""
         config = self._config
         three_axes = bool(config.mrope_section)
         return ImageFacts(len(self.store), config.merge, three_axes, config.are_whole)

@@ -62,7 +62,7 @@ class Pages:
     Args:
         num_slabs: number of slabs.
         ratio: pages of a slab.
-        evict: is called with the first page of a block whose content goes.
+        evict: function called with the first page of a block whose content goes.
     """
 
     def __init__(self, num_slabs: int, ratio: int, evict: Callable[[int], None]) -> None:

@@ -209,7 +209,7 @@ MESSAGES = {
     "http": "`image` must be a picture, a path or a data URL, got 'https",
     "other_host": "`image` must be a file of this machine",
     "base64": "`image` must be valid base64",
-    "no_data": "`image` must have data behind a comma",
+    "no_data": "`image` must have data after a comma",
     "wide": "`image` must have at most 178956970 pixels, got 200000000 x 1",
     "dtype": "`image` must be an array of uint8, from 0 to 255, got float64",
     "shape": r"`image` must have the shape .* got \[9, 9, 2\]",

@@ -2,8 +2,8 @@
 
 A tile has the queries from one multiple of its size to the next, whichever of them a step has. So
 a position has one place in tiles, and meets the tiles of its keys in one order: those that all
-queries of the tile see whole, without masks, then the others. What it does not see changes nothing:
-a masked tile multiplies sums by 1, and adds 0.
+queries of the tile see whole, without masks, then the others. Keys that it does not see change
+nothing: a masked tile multiplies sums by 1, and adds 0.
 
 On Hopper single queries have smaller tiles than prompts, of as many keys: a warp has 16 rows of
 either, whose products MMA and WGMMA add up in one order (measured: docs/experiments.md, 55).

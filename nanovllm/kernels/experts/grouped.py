@@ -54,12 +54,12 @@ def _tile(
 def _sorted_tile(starts_ptr, tile, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr):
     e = tl.arange(0, E_PAD)
     first = tl.load(starts_ptr + e, mask=e < E, other=0)
-    behind = tl.load(starts_ptr + e + 1, mask=e < E, other=0)
-    ends = tl.cumsum(tl.cdiv(behind - first, BLOCK_T), 0)  # end of each expert's tiles
+    after = tl.load(starts_ptr + e + 1, mask=e < E, other=0)
+    ends = tl.cumsum(tl.cdiv(after - first, BLOCK_T), 0)  # end of each expert's tiles
     expert = tl.sum(((ends <= tile) & (e < E)).to(tl.int32), 0)
     before = tl.max(tl.where((e < E) & (ends <= tile), ends, 0), 0)
     begin = tl.sum(tl.where(e == expert, first, 0), 0) + (tile - before) * BLOCK_T
-    end = tl.sum(tl.where(e == expert, behind, 0), 0)
+    end = tl.sum(tl.where(e == expert, after, 0), 0)
     return expert, begin, end
 
 

@@ -140,15 +140,15 @@ def _fp8_row_kernel(
         for step in range(STEPS):
             start = step * BLOCK_K
             last = step + 1 == STEPS
-            behind = tl.where(last, 0, start + BLOCK_K)
+            after = tl.where(last, 0, start + BLOCK_K)
             where = tl.where(last, block + tl.num_programs(0), block)
-            following = load_words(words_ptr, where, behind // 4, q, N, K // 4, BLOCK_N)
+            following = load_words(words_ptr, where, after // 4, q, N, K // 4, BLOCK_N)
             if STEPS > 1:
                 x = _load_fours(x_ptr, start, q, K, DTYPE, CVT)
             out += _multiply_words(words, x, scales_ptr, row, start, q, K, SCALE_BLOCK, CVT)
             words = following
             if GATED:
-                following = load_words(up_ptr, where, behind // 4, q, N, K // 4, BLOCK_N)
+                following = load_words(up_ptr, where, after // 4, q, N, K // 4, BLOCK_N)
                 up += _multiply_words(
                     up_words, x, scales_ptr, N + row, start, q, K, SCALE_BLOCK, CVT
                 )  # fmt: skip

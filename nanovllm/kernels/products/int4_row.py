@@ -149,10 +149,10 @@ def _int4_row_kernel(
         for step in tl.static_range(STEPS):
             start = begin + step * BLOCK_K
             if step + 1 < STEPS:
-                behind, where = start + BLOCK_K, block
+                after, where = start + BLOCK_K, block
             else:
-                behind, where = begin, block + tl.num_programs(0)
-            ahead = _load(weight_ptr, words_ptr, where, behind, q, N, ALL, K, GROUP, P, BLOCK_N)
+                after, where = begin, block + tl.num_programs(0)
+            ahead = _load(weight_ptr, words_ptr, where, after, q, N, ALL, K, GROUP, P, BLOCK_N)
             if STEPS > 1:
                 inside = start // 8 + q < K // 8
                 a = _integers(pairs_ptr + start // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
@@ -160,7 +160,7 @@ def _int4_row_kernel(
             out += _sums(weights, a, b, P, DTYPE, ASM)
             weights = ahead
             if GATED:
-                ahead = _load(up_ptr, up_words_ptr, where, behind, q, N, ALL, K, GROUP, P, BLOCK_N)
+                ahead = _load(up_ptr, up_words_ptr, where, after, q, N, ALL, K, GROUP, P, BLOCK_N)
                 up += _sums(up_weights, a, b, P, DTYPE, ASM)
                 up_weights = ahead
         out += tl.where(split == 0, load_bias(bias_ptr, n, n < N), 0.0)

@@ -15,7 +15,7 @@ _POWER = tl.constexpr(0x00800080)  # times an exponent of bfloat16: the power of
 
 
 def _moves(plane: int) -> dict[int, int]:
-    """By how much higher the bits of a plane's codes are in a bfloat16, and their mask there."""
+    """The shifts of a plane's code bits up to their places in a bfloat16, and their masks there."""
     moves: dict[int, int] = {}
     for mask, shift in PLACES[plane]:
         for bit in (bit for bit in range(4) if mask >> bit & 1):

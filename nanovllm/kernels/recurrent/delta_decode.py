@@ -5,7 +5,7 @@ reading and writing states, once each. A program has a key head of a sequence wi
 value heads, whose states are adjacent, and takes BLOCK_V rows at a time; the next rows are on their
 way while it computes.
 
-Whoever shifts the convolution's tail must know that nobody will read the old one. A program has the
+The convolution's tail may be shifted only if nobody will read the old one. A program has the
 channels of q and k, which its value heads share, and those of their v; nobody else reads or writes
 these, so there is no race. If value heads, or their rows, were split over programs, these would
 count who has read, and, for the norm over V, who has a result: a fence that waits for all that was

@@ -59,7 +59,7 @@ class Origin:
         """Shards, each with its name, for those of a weight like the original, which fill one.
 
         Args:
-            key: tells these from others of the same weight.
+            key: key that tells these from others of the same weight.
             shards_of: function that returns them for such a weight.
         """
         for i, (name, shard) in enumerate(shards_of(self.weight)):
@@ -80,7 +80,7 @@ class Origin:
         if self._filling is None:
             self._filling = copy.deepcopy(self.weight).to_empty(device=self._device)
             for param in self._filling.parameters():
-                param.data.view(torch.uint8).zero_()  # what no tensor fills
+                param.data.view(torch.uint8).zero_()  # rows that no tensor fills
         [shard] = [shard for i, (_, shard) in enumerate(shards_of(self._filling)) if i == key[1]]
         fill(shard)
         self._come.add(key)
@@ -100,9 +100,9 @@ class RefillingShard(Shard):
 
     Attributes:
         origin: the original.
-        shards_of, key: which of the shards of a weight like the original it is, see
+        shards_of, key: its place among the shards of a weight like the original, see
             `Origin.refilling`.
-        without_memory: that shard of the original itself.
+        without_memory: shard of the original itself.
     """
 
     origin: Origin

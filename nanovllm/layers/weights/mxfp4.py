@@ -96,8 +96,8 @@ class ExponentsShard(Shard):
             raise ValueError(f"tensor {name} has scales that are no numbers: download it again")
         if largest > self.max_exponent:
             raise ValueError(
-                f"tensor {name} has scales above {2.0 ** (self.max_exponent - BIAS):g}, which kernels "
-                "for MXFP4 do not support: use fused_kernels=False"
+                f"tensor {name} has scales above {2.0 ** (self.max_exponent - BIAS):g}, which "
+                "kernels for MXFP4 do not support: use fused_kernels=False"
             )
 
     def fill(self, source: Any) -> None:

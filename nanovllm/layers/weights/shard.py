@@ -88,7 +88,7 @@ class Shard:
 
     @cached_property
     def wanted(self) -> Wanted:
-        """What the tensor must be."""
+        """The requirements on the tensor."""
         return Wanted(self.full_shape, self.dtypes, self.is_optional, self.ignores_ones)
 
     def check(self, name: str, source: Any) -> None:
