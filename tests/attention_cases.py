@@ -215,7 +215,7 @@ CASES = {
     },
     "softcap": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "softcap": 1.5},
     # Images at the beginning, between and at the end, next to each other, and longer than a tile;
-    # behind what is cached, and longer than the window.
+    # after what is cached, and longer than the window.
     "images": {
         "q_lens": [1, 5, 33, 150],
         "k_lens": [70, 5, 33, 150],

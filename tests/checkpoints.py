@@ -198,7 +198,7 @@ def reference_logprobs(path: Path, token_ids: list[int]) -> torch.Tensor:
 
 
 def reference_hidden(path: Path, token_ids: list[int]) -> torch.Tensor:
-    """Hidden states behind the final norm by transformers: [n, M] float32."""
+    """Hidden states after the final norm by transformers: [n, M] float32."""
     with torch.inference_mode():
         return reference_model(path).model(torch.tensor([token_ids])).last_hidden_state[0]
 
@@ -353,14 +353,14 @@ def gather(stream: Iterable[RequestOutput]) -> dict[int, list[tuple[Any, ...]]]:
     parts: dict[int, dict[int, list[CompletionOutput]]] = {}
     ended = set()
     for output in stream:
-        assert output.request_id not in ended, "news behind the end"
+        assert output.request_id not in ended, "news after the end"
         ended |= {output.request_id} if output.finished else set()
         assert (output.metrics is not None) is output.finished
         own = parts.setdefault(output.request_id, {})
         assert output.outputs, "no news"
         for new in output.outputs:
             news = own.setdefault(new.index, [])
-            assert not news or news[-1].finish_reason is None, "news behind the end"
+            assert not news or news[-1].finish_reason is None, "news after the end"
             assert news or new.stop_reason is None or new.finish_reason
             assert new.token_ids, "no news"
             assert new.logprobs is None or len(new.logprobs) == len(new.token_ids)

@@ -144,7 +144,7 @@ class Oracle:
         return self._logits[tuple(ids)]
 
     def read(self, ids: list[int]) -> None:
-        """Find the logits behind each token of `ids`, in one pass."""
+        """Find the logits after each token of `ids`, in one pass."""
         if any(tuple(ids[:n]) not in self._logits for n in range(1, len(ids) + 1)):
             with torch.inference_mode():
                 rows = self.model(torch.tensor([ids])).logits[0].double().numpy()

@@ -47,6 +47,6 @@ def assert_greedy(
 
 @functools.cache
 def likeliest(reference: Any, ids: tuple[int, ...]) -> list[int]:
-    """Behind each of the tokens."""
+    """After each of the tokens."""
     with torch.inference_mode():
         return reference(torch.tensor([ids])).logits[0].argmax(-1).tolist()

@@ -241,7 +241,7 @@ def run(llm: LLM, prompts: list[list[Any]], params: list[SamplingParams]) -> lis
 
 
 def inputs_of(path: Path, parts: list[Any], completion: list[int]) -> dict[str, Any]:
-    """What transformers' model gets for a prompt and tokens behind it."""
+    """What transformers' model gets for a prompt and tokens after it."""
     ids, _ = prompt_of(path, parts)
     sight = sight_of(path)
     given: dict[str, Any] = {"input_ids": torch.tensor([ids + completion])}
@@ -283,7 +283,7 @@ def reference_beams(
 
 
 def reference_logprobs(path: Path, parts: list[Any], completion: list[int]) -> torch.Tensor:
-    """Log-probabilities by transformers of all tokens behind the first one: [n - 1, V]."""
+    """Log-probabilities by transformers of all tokens after the first one: [n - 1, V]."""
     with torch.inference_mode():
         logits = reference_model(path)(**inputs_of(path, parts, completion)).logits[0]
     return logits.log_softmax(-1)[:-1]

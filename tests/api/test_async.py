@@ -416,7 +416,7 @@ def test_news_comes_before_the_error_that_follows(kind, hall, monkeypatch):
 
 def test_coroutines_are_woken_a_few_at_a_time():
     """Others have their turn before all of them have had theirs, and the engine before each few.
-    What is told meanwhile comes behind them, by the same call.
+    What is told meanwhile comes after them, by the same call.
     """
     order, calls = [], []
 

@@ -74,7 +74,7 @@ def test_the_system_counts_waits():
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_engines_on_cpus_look_after_their_threads(num_threads, monkeypatch):
-    """Behind each step, with the time of its begin; one thread has no others that wait for it."""
+    """After each step, with the time of its begin; one thread has no others that wait for it."""
     events, before = [], torch.get_num_threads()
     monkeypatch.setattr(CpuWait, "look", lambda _, began: events.append(("look", began)))
     torch.set_num_threads(num_threads)

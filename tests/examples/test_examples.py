@@ -208,7 +208,7 @@ def test_scores_are_those_of_transformers(reference: Any) -> None:
 
 
 def test_reranking_is_that_of_transformers(reference: Any) -> None:
-    """A softmax over two logits, also behind a document that is cut."""
+    """A softmax over two logits, also after a document that is cut."""
     script = names("rerank")
     query, documents = "What rises?", [*script["DOCUMENTS"], "sea " * 400]
     with LLM(TINY, device="cpu", max_model_len=800) as llm:

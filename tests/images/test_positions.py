@@ -16,11 +16,11 @@ def placed(offset, rows, columns, merge=2):
 def test_the_example_of_two_images():
     """Three tokens, 2 x 3 merged patches, three tokens, one merged patch, two tokens."""
     positions, delta = three_positions(15, [placed(3, 4, 6), placed(12, 2, 2)], 2)
-    behind = [6, 7, 8, 9, 10, 11]
+    after = [6, 7, 8, 9, 10, 11]
     assert positions.tolist() == [
-        [0, 1, 2, 3, 3, 3, 3, 3, 3, *behind],
-        [0, 1, 2, 3, 3, 3, 4, 4, 4, *behind],
-        [0, 1, 2, 3, 4, 5, 3, 4, 5, *behind],
+        [0, 1, 2, 3, 3, 3, 3, 3, 3, *after],
+        [0, 1, 2, 3, 3, 3, 4, 4, 4, *after],
+        [0, 1, 2, 3, 4, 5, 3, 4, 5, *after],
     ]
     assert positions.dtype == np.int32 and delta == -3
 

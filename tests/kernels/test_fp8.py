@@ -82,7 +82,7 @@ def test_norms_and_activations_quantise_what_they_give_otherwise(
 def check_product(
     out: torch.Tensor, x: torch.Tensor | Codes, weight: Codes, bias: torch.Tensor | None
 ) -> None:
-    """Tensor cores add with 13 bits behind the largest of some numbers (DeepSeek-V3's report, 2024,
+    """Tensor cores add with 13 bits after the largest of some numbers (DeepSeek-V3's report, 2024,
     3.3.2), and results are rounded to 16 bits.
     """
     numbers = (x.numbers() if isinstance(x, Codes) else x).double()

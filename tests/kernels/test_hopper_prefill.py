@@ -44,12 +44,12 @@ def make_case(fp8: bool, dtype: torch.dtype, **how: Any) -> Case:
     return Case(q_lens, k_lens, fp8=fp8, dtype=dtype, **{"d": 128, "block_size": 256} | how)
 
 
-def attend(case: Case, shared: dict[Hashable, Any], behind: int = 0) -> torch.Tensor:
-    """Attention with room for `behind` more tokens, which are NaN."""
+def attend(case: Case, shared: dict[Hashable, Any], after: int = 0) -> torch.Tensor:
+    """Attention with room for `after` more tokens, which are NaN."""
     context = case.context
     TorchBackend().store_kvcache(case.k, case.v, case.cache, context.slot_mapping)
     q, k, v = (
-        torch.cat([x, x.new_full((behind, *x.shape[1:]), torch.nan)])
+        torch.cat([x, x.new_full((after, *x.shape[1:]), torch.nan)])
         for x in (case.q, case.k, case.v)
     )
     assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
@@ -83,7 +83,7 @@ def test_hopper_prefill(
     wanted = case.wanted()
     for _ in range(2):
         # There is room in graphs, which do not gather.
-        out = attend(case, shared, behind=0 if fp8 else 37)
+        out = attend(case, shared, after=0 if fp8 else 37)
         close(out, wanted)
         # Weights and results are rounded to 8 bits (bfloat16), each by 2^-9 / 3^0.5 in the mean.
         assert (out.double() - wanted).norm() < 4e-3 * wanted.norm()
@@ -118,7 +118,7 @@ def test_prompts_without_tokens() -> None:
         object.__setattr__(context, name, ends[[0, 1, 1, 2, 2, 2, 3, 4, 4, 4]])
     rows = [0, 0, 1, 1, 1, 2, 3, 3, 3]
     object.__setattr__(context, "block_tables", context.block_tables[rows])
-    close(attend(case, {}, behind=500), wanted)
+    close(attend(case, {}, after=500), wanted)
 
 
 @pytest.mark.gpu

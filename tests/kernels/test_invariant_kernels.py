@@ -553,7 +553,7 @@ def test_models_by_kernels(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(choices, "Build", lambda **how: Build(**{**how, "fused": True}))
     monkeypatch.setattr(builder, "can_use_onednn", lambda *_: False)
     options = {**SMALL, "attention_backend": "triton", "dtype": "float16", **more}
-    # Layers with a state begin at a snapshot behind 64 tokens.
+    # Layers with a state begin at a snapshot after 64 tokens.
     has_states = name in ("qwen3.5", "lfm2")
     lengths, shared = ((15, 13), 64) if has_states else ((4, 13), 17)
     work = Workload(9, lengths, max_tokens=4, shared=shared)

@@ -1,7 +1,7 @@
 """Models whose layers keep a state for each sequence, against transformers.
 
 Small random checkpoints in float32: Qwen3.5, dense and with experts, Qwen3-Next, LFM2. Prompts end
-before, at and behind the ends of the convolution (4 tokens) and of the chunks of the rule (64).
+before, at and after the ends of the convolution (4 tokens) and of the chunks of the rule (64).
 """
 
 import functools

@@ -53,7 +53,7 @@ def work(
 def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     family, shape = CHECKPOINTS[name]
     path = make_checkpoint(tmp_path / "model", family, **shape)
-    # Layers with a state begin at a snapshot behind 64 tokens.
+    # Layers with a state begin at a snapshot after 64 tokens.
     has_states = "linear_num_key_heads" in shape or "conv_L_cache" in shape
     ways, own = WAYS, work(shared=64, max_tokens=6) if has_states else work()
     if name == "gemma 3":  # most of its layers give back what their window has left

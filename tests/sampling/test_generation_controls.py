@@ -181,7 +181,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # one of each kind
 @pytest.mark.parametrize("family", with_rare(FAMILIES, "gpt_oss", "mistral", "olmo2"))
 @pytest.mark.usefixtures("low_guesses")
 def test_other_families(family: str, tmp_path: Path) -> None:
-    """Soft-capped logits, sparse layers, windows, norms behind layers: every control, preempted."""
+    """Soft-capped logits, sparse layers, windows, norms after layers: every control, preempted."""
     path = tmp_path / family
     options = {"vocab_size": VOCAB, "initializer_range": 0.18, **FAMILIES[family]}
     make_checkpoint(path, family, seed=4, **options)

@@ -180,7 +180,7 @@ def test_masks_of_finite_forms_are_exact(form, texts, name):
 
 
 def every_mask(compiler: GrammarCompiler, ignore_eos: bool = False, **form: Any) -> dict:
-    """The allowed tokens behind each text that the tokens of bytes lead to, but for ends."""
+    """The allowed tokens after each text that the tokens of bytes lead to, but for ends."""
     masks, paths = {}, [b""]
     for path in paths:
         grammar = compiler.compile(StructuredOutputsParams(**form), ignore_eos)
@@ -391,7 +391,7 @@ def test_ends_that_spell_text_are_no_text(eos, caplog):
             else:
                 accept(grammar, token)
                 assert grammar._has_ended == (token in eos)
-    assert warnings == num_stuck == 2, "behind 'ac' and 'é'"
+    assert warnings == num_stuck == 2, "after 'ac' and 'é'"
 
 
 @pytest.mark.parametrize("eos", [[33, 256, 258], [33]], ids=str)
