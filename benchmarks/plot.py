@@ -150,7 +150,7 @@ def draw(
 def main() -> None:
     """Read, draw, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("files", nargs="+", help="what workloads.py or bench.py saved")
+    parser.add_argument("files", nargs="+", help="results that workloads.py or bench.py saved")
     parser.add_argument(
         "--output", default=str(ROOT / "docs" / "benchmarks.png"), help="the picture to write"
     )

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for the documentation site: what is generated while it is built, and checked.
+"""Hooks of mkdocs for the documentation site: generated parts, and checks.
 
 - `<!-- flags: COMMAND -->` becomes the flags of that command, from the command line's own parser;
   `<!-- families -->` the architectures that config.json may name; `<!-- options of vLLM -->` and

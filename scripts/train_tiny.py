@@ -58,7 +58,7 @@ PAD, START, END = b"\xfd", b"\xfe", b"\xff"
 TO_SPECIAL = END_OF_TEXT_ID - PAD[0]  # from each of them to its token id
 
 Pairs = list[tuple[int, int]]
-Example = tuple[bytes, bytes]  # what is given; what is to be learnt
+Example = tuple[bytes, bytes]  # given text; text to be learnt
 
 
 def is_held_out(a: int, b: int) -> bool:

@@ -1,4 +1,4 @@
-"""`AdapterConfig`: what adapter_config.json says of a LoRA adapter. Imports no torch.
+"""`AdapterConfig`: the contents of a LoRA adapter's adapter_config.json. Imports no torch.
 
 Names of fields and their meaning are those of PEFT 0.21 (`LoraConfig`).
 """

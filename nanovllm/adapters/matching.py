@@ -1,4 +1,4 @@
-"""`match`: what each tensor of an adapter changes in a checkpoint. Imports no torch.
+"""`match`: the changes of a checkpoint by each tensor of an adapter. Imports no torch.
 
 Names of an adapter are paths in the model that was trained, after PEFT's prefix; `parameters.py`
 finds these in the checkpoint. Every tensor of an adapter changes something, or the adapter is

@@ -1,4 +1,4 @@
-"""`Places`: where a checkpoint has the parameters of the model that was trained. Imports no torch.
+"""`Places`: the checkpoint's tensors for the parameters of the trained model. Imports no torch.
 
 transformers 5 holds the matrices of all experts of a layer in one parameter, and peft changes it as
 one. A checkpoint may have them one by one (Qwen3-MoE, Mixtral), or in one tensor, too.

@@ -1,4 +1,4 @@
-"""Names of a checkpoint's tensors in all their spellings, and what each tensor must be."""
+"""Names of a checkpoint's tensors in all their spellings, and the requirements on each."""
 
 from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Memory by the CUDA driver: what other processes open, and what goes while its addresses stay.
+"""Memory by the CUDA driver, which other processes open, or which goes while its addresses stay.
 
 Doors: `driver` and `pieces`.
 """

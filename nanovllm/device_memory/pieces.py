@@ -1,4 +1,4 @@
-"""Pieces of memory whose addresses stay while their contents go and come: what CUDA graphs know.
+"""Pieces of memory whose contents go and come, at addresses that stay, as CUDA graphs know them.
 
 On a GPU it is the driver's virtual memory, on a CPU an anonymous mapping.
 """

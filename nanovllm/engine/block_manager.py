@@ -1,4 +1,4 @@
-"""`BlockManager`: who holds which KV block, and which block holds which prefix. No tensors here.
+"""`BlockManager`: the owners of KV blocks, and the prefixes in them. No tensors here.
 
 A block is in one of three states:
 

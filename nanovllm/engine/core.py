@@ -1,4 +1,4 @@
-"""`Core`: the requests of an engine, whoever computes them. No torch here.
+"""`Core`: the requests of an engine, wherever they are computed. No torch here.
 
 `EngineCore` computes them in this process, `ReplicatedCore` has replicas that do.
 """

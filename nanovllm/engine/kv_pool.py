@@ -1,4 +1,4 @@
-"""`KVCachePool`: the memory that a rank's layers keep from step to step; how many blocks fit.
+"""`KVCachePool`: the memory that a rank's layers keep from step to step, and its number of blocks.
 
 Layers that slide over a window may have blocks of their own, in the same pages as those of layers
 that see all tokens: `nanovllm.windows.places`.

@@ -1,4 +1,4 @@
-"""`Scheduler`: which sequences run in the next step, with how many tokens each. No tensors here.
+"""`Scheduler`: the choice of each step's sequences, and of their token counts. No tensors here.
 
 A sequence is a list of tokens of which the first `num_computed_tokens` have their KV in the
 cache; scheduling it means computing some of the rest. Up to `DECODE_TOKENS` uncomputed tokens are

@@ -1,4 +1,4 @@
-"""`StaticInputs`: what CUDA graphs read, always at the same addresses, padded to a `Shape`."""
+"""`StaticInputs`: the inputs of CUDA graphs, always at the same addresses, padded to a `Shape`."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Image inputs on the host: what is read, resized and counted before a request reaches the engine.
+"""Image inputs on the host: read, resized and counted before a request reaches the engine.
 
 Doors: `image`, `positions` and `stored`, what the engine knows of them; `processor`, `prompts`,
 `picture`, `urls` and `fetching`, what callers may pass; `preparation`, the threads.

@@ -1,4 +1,4 @@
-"""`RecurrentLayer`: what layers with a state for each sequence have in common."""
+"""`RecurrentLayer`: the common part of layers with a state for each sequence."""
 
 from typing import TypeAlias
 

@@ -1,4 +1,4 @@
-"""`EncoderCache`: which images are in the store of embeddings, and where. No tensors here.
+"""`EncoderCache`: the images in the store of embeddings, and their places. No tensors here.
 
 An image is encoded whole, in the step that first computes one of its placeholders, and stays until
 another needs its rows: the one that was used least recently goes first. While a sequence has

@@ -1,4 +1,4 @@
-"""`Served`: what all endpoints share. `Waiting`: the sequences that wait for their first token."""
+"""`Served`: the state that all endpoints share. `Waiting`: sequences without their first token."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,5 @@
-"""Threads of this process: who goes first, who need not be waited for, what forks and Ctrl-C
-must not break, waits for CPUs.
+"""Threads of this process: their turns, daemons that nobody waits for, their safety from forks and
+Ctrl-C, their waits for CPUs.
 
 Every file is a door.
 """

@@ -1,4 +1,4 @@
-"""`Updatable`: what an engine offers to change its weights and to lend its memory."""
+"""`Updatable`: an engine's methods to change its weights and to lend its memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence

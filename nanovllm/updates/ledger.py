@@ -1,4 +1,4 @@
-"""`Ledger`: which tensors an update of the weights must bring, and has brought. No torch here."""
+"""`Ledger`: the tensors that an update of weights must bring, and has brought. No torch here."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

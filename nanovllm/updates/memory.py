@@ -1,5 +1,5 @@
-"""`Memory`: that of all ranks, which updates fill and sleep gives back; `RankMemory`: where the
-ranks are this process's.
+"""`Memory`: the memory of all ranks, which updates fill and sleep gives back; `RankMemory`: that of
+ranks in this process.
 """
 
 from collections.abc import Callable, Iterable, Sequence
