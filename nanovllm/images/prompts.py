@@ -114,7 +114,8 @@ class ImagePrompts:
             TypeError, ValueError: if it must not be read, or is one too many, which is not fetched.
         """
         if count > self._max_images:
-            raise ValueError(f"`{name}` must be one of at most {_images(self._max_images)} ({LIMIT})")
+            limit = _images(self._max_images)
+            raise ValueError(f"`{name}` must be one of at most {limit} ({LIMIT})")
         if isinstance(given, Mapping):
             given, name = unwrap(given, name)
         given = os.fspath(given) if isinstance(given, os.PathLike) else given
@@ -133,9 +134,8 @@ class ImagePrompts:
         """
         given = images_of(data, name)
         if len(given) > self._max_images:
-            raise ValueError(
-                f"`{name}` must have at most {_images(self._max_images)} ({LIMIT}), got {len(given)}"
-            )
+            limit = _images(self._max_images)
+            raise ValueError(f"`{name}` must have at most {limit} ({LIMIT}), got {len(given)}")
         processor = self.processor.with_limits(limits, f'{name}["{SIZED}"]')
         return [self._size(image, of, processor) for of, image in given.items()]
 
