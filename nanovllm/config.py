@@ -358,7 +358,7 @@ class Config:
             ):
                 raise TypeError(
                     "`adapter` must be the directory of a PEFT adapter, its name on the hub, or a "
-                    f"list of these, got {given!r}"
+                    f"list of these, got {_shown_adapter(given)}"
                 )
             object.__setattr__(self, "adapter", tuple(map(os.fspath, paths)) or None)
         if self.adapter is not None and self.load_format == "dummy":
@@ -376,6 +376,15 @@ class Config:
     def longest(self, limit: int) -> int:
         """The length of the longest sequence in tokens, for a model with `limit` positions."""
         return limit if self.max_model_len is None else min(self.max_model_len, limit)
+
+
+def _shown_adapter(given: Any) -> str:
+    """What is no adapter, without the values of tensors."""
+    if not isinstance(given, (list, tuple)):
+        return shown(given) if not isinstance(given, Mapping) else type(given).__name__
+    kinds = ", ".join(repr(item) if isinstance(item, str) else type(item).__name__ for item in given)
+    pair = ": load_adapter() takes pairs of a configuration and tensors"
+    return f"a {type(given).__name__} of {kinds}{pair if len(given) == 2 else ''}"
 
 
 DEFAULTS = {field.name: field.default for field in fields(Config) if field.name != "model"}

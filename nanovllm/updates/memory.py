@@ -136,6 +136,11 @@ class RankMemory:
             begin()
             self._fill_all(parcel, own)
 
+    def check_parcel(self, parcel: Parcel) -> None:
+        """Refuse what `fill_parcel` would refuse, and write nothing."""
+        with parcel.opened(self._runner.built.device) as own:
+            self._check(own)
+
     def _check(self, tensors: list[Named]) -> None:
         with without_modes():
             self._weights.check(tensors)
