@@ -20,7 +20,9 @@ from nanovllm.utils.checks import (
     check_float,
     check_int,
     is_number_or_none,
+    listed,
     plain_numbers,
+    shown,
 )
 from nanovllm.utils.options import Foreign, only, own_options
 
@@ -379,12 +381,14 @@ class Config:
 
 
 def _shown_adapter(given: Any) -> str:
-    """What is no adapter, without the values of tensors."""
+    """What is no list of adapters, without the values of tensors."""
+    if isinstance(given, Mapping):
+        return type(given).__name__
     if not isinstance(given, (list, tuple)):
-        return shown(given) if not isinstance(given, Mapping) else type(given).__name__
-    kinds = ", ".join(repr(item) if isinstance(item, str) else type(item).__name__ for item in given)
+        return shown(given)
+    kinds = [repr(each) if isinstance(each, str) else type(each).__name__ for each in given]
     pair = ": load_adapter() takes pairs of a configuration and tensors"
-    return f"a {type(given).__name__} of {kinds}{pair if len(given) == 2 else ''}"
+    return f"a {type(given).__name__} of {listed(kinds)}{pair if len(given) == 2 else ''}"
 
 
 DEFAULTS = {field.name: field.default for field in fields(Config) if field.name != "model"}

@@ -40,9 +40,13 @@ class ReplicaMemory:
             self._replicas.keep_as_they_are()
             self._replicas.tell_all("fill_parcel", parcel)
 
+    def check_parcel(self, parcel: Parcel) -> None:
+        """Refuse a parcel, as each replica would, before any of them has written it."""
+        self._replicas.tell_all("check_parcel", parcel)
+
     def fill_parcel(self, parcel: Parcel, begin: Callable[[], None]) -> None:
         """Fill them from a parcel. Raises as `fill`, and RuntimeError if it cannot be opened."""
-        self._replicas.tell_all("check_parcel", parcel)
+        self.check_parcel(parcel)
         begin()
         self._replicas.keep_as_they_are()
         self._replicas.tell_all("fill_parcel", parcel)

@@ -1,4 +1,4 @@
-"""`TensorSource`: a tensor in memory, in the place of one in a file; and what such tensors must be."""
+"""`TensorSource`: a tensor in memory, in the place of one in a file; and what it must be."""
 
 from typing import Any
 

@@ -256,11 +256,10 @@ def named_tensors(tensors: Any) -> Iterator[Named]:
                 "share_weights() has given there to update_weights_ipc()"
             )
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            first = repr(name) if isinstance(name, str) else type(name).__name__
             raise TypeError(
                 "`tensors` must be pairs of a name and a torch.Tensor, got "
-                f"{name!r} and {type(tensor).__name__}"
-                if isinstance(name, str)
-                else f"{type(name).__name__} and {type(tensor).__name__}"
+                f"{first} and {type(tensor).__name__}"
             )
         check_plain(name, tensor)
         yield name, tensor.detach()
