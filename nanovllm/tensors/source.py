@@ -46,7 +46,7 @@ class TensorSource:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor of which no file of safetensors could have the values as they are.
+    """Refuse a tensor that no file could hold as it is: without values, sparse or quantised.
 
     Raises:
         ValueError: naming it, with the remedy.

@@ -75,7 +75,7 @@ class Updatable(ABC):
 
         Raises:
             TypeError, ValueError: naming the tensor that is wrong, or those that are missing.
-            RuntimeError: if requests are left, or another update asks for these tensors.
+            RuntimeError: if requests are left, or inside the iterable of another update.
         """
         check_tensors(tensors)
         with self._changing_memory():

@@ -21,7 +21,9 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tens
 NO_ADAPTER = "none"
 UPDATE = "update"  # name of a reason to hold the engine
 OPEN = "the weights are being updated: end that with finish_weight_update()"
-BUSY = "the weights are being updated: leave the engine until the call that does it has returned"
+BUSY = (
+    "the weights are being updated: leave the engine alone until the call that does it has returned"
+)
 LOST = "the weights have been dropped by sleep(level=2): bring new ones with update_weights()"
 
 
@@ -43,7 +45,7 @@ class WeightUpdates:
         self._num_updates = 0
         self._ledger: Ledger | None = None  # of the update that goes on
         self.has_started = False
-        self._is_filling = False  # whose tensors may call the engine
+        self._is_filling = False  # a caller's iterable may call the engine meanwhile
 
     def lose(self) -> None:
         """The weights have no values any more."""
@@ -99,10 +101,10 @@ class WeightUpdates:
         self._ledger = ledger
 
     def check_idle(self) -> None:
-        """Refuse to change anything while tensors come, which are asked for by this thread.
+        """Refuse to change anything inside an update: its tensors may come from the caller's code.
 
         Raises:
-            RuntimeError: if some do.
+            RuntimeError: if weights are being filled.
         """
         if self._is_filling:
             raise RuntimeError(BUSY)
@@ -121,7 +123,7 @@ class WeightUpdates:
             self._hold.add(UPDATE, reason)
 
     def add(self, tensors: Tensors) -> None:
-        """Write some of the tensors. A call that is refused before has not been."""
+        """Write some of the tensors. What is refused before anything is written changes nothing."""
         ledger = self._open_ledger()
         if not isinstance(tensors, (Mapping, Sequence)):
             with self._failing(since=ledger.num_come):
@@ -132,7 +134,7 @@ class WeightUpdates:
             self._memory.fill(own, lambda: ledger.book(name for name, _ in own))
 
     def add_parcel(self, parcel: Parcel) -> None:
-        """Write the tensors of another process's parcel. As `add`."""
+        """Write the tensors of another process's parcel, see `add`."""
         ledger = self._open_ledger()
         names = ledger.own_names(parcel.tensors)
         with self._failing(since=ledger.num_come):
