@@ -114,7 +114,7 @@ def _read_parcel(message: Mapping[str, Any]) -> Parcel:
     sizes = [_size(described) for described in tensors]
     begins = [_exact(int, n) for n in begins]
     if not tensors or begins != begins_of(sizes):
-        raise ValueError(f"its tensors begin at {shown(begins)}")
+        raise ValueError(f"its tensors would not begin at {shown(begins)}")
     num_bytes = _exact(int, message["num_bytes"])
     if begins[-1] + sizes[-1] > num_bytes:
         raise ValueError(f"{tensors[-1].name} is not inside the buffer")

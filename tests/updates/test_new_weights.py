@@ -205,8 +205,8 @@ def test_messages_that_are_none(paths: tuple[Path, Path]) -> None:
     with LLM(paths[0], **OPTIONS) as llm, share_weights(tensors) as message:
         before = results(llm)
         for changes, error in (
-            ({"offsets": [-1] * len(tensors)}, "its tensors begin at"),
-            ({"offsets": [0] * len(tensors)}, "its tensors begin at"),  # one over the other
+            ({"offsets": [-1] * len(tensors)}, "its tensors would not begin at"),
+            ({"offsets": [0] * len(tensors)}, "its tensors would not begin"),  # they overlap
             ({"offsets": [n / 1 for n in message["offsets"]]}, "0.0 is no int"),
             ({"num_bytes": 256}, "is not inside the buffer"),
             ({"num_bytes": float("inf")}, "inf is no int"),
