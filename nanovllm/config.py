@@ -20,7 +20,9 @@ from nanovllm.utils.checks import (
     check_float,
     check_int,
     is_number_or_none,
+    listed,
     plain_numbers,
+    shown,
 )
 from nanovllm.utils.options import Foreign, only, own_options
 
@@ -358,7 +360,7 @@ class Config:
             ):
                 raise TypeError(
                     "`adapter` must be the directory of a PEFT adapter, its name on the hub, or a "
-                    f"list of these, got {given!r}"
+                    f"list of these, got {_shown_adapter(given)}"
                 )
             object.__setattr__(self, "adapter", tuple(map(os.fspath, paths)) or None)
         if self.adapter is not None and self.load_format == "dummy":
@@ -376,6 +378,17 @@ class Config:
     def longest(self, limit: int) -> int:
         """The length of the longest sequence in tokens, for a model with `limit` positions."""
         return limit if self.max_model_len is None else min(self.max_model_len, limit)
+
+
+def _shown_adapter(given: Any) -> str:
+    """What is no list of adapters, without the values of tensors."""
+    if isinstance(given, Mapping):
+        return type(given).__name__
+    if not isinstance(given, (list, tuple)):
+        return shown(given)
+    kinds = [repr(each) if isinstance(each, str) else type(each).__name__ for each in given]
+    pair = ": load_adapter() takes pairs of a configuration and tensors"
+    return f"a {type(given).__name__} of {listed(kinds)}{pair if len(given) == 2 else ''}"
 
 
 DEFAULTS = {field.name: field.default for field in fields(Config) if field.name != "model"}

@@ -538,7 +538,7 @@ def classification_of(output: RequestOutput, tokens: Sequence[int]) -> Classific
     weights = [math.exp(logprob - largest) for logprob in own]
     total = math.fsum(weights)
     probs = [weight / total for weight in weights]
-    return ClassificationOutput(output.prompt_token_ids, probs, total * math.exp(largest))
+    return ClassificationOutput(output.prompt_token_ids, probs, min(1.0, total * math.exp(largest)))
 
 
 def check_embedding(pooling: Any, normalize: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from nanovllm.adapters.adapter import Given
 from nanovllm.adapters.directory import adapter_directories
 from nanovllm.checkpoint.hub import checkpoint_name
+from nanovllm.tensors.source import check_plain
 
 IN_MEMORY = "in memory"
 
@@ -22,7 +23,7 @@ def read_given(adapter: Any) -> tuple[Given, str]:
 
     Raises:
         TypeError: if it is nothing of the kind.
-        ValueError: if it cannot be found, or is no adapter in safetensors.
+        ValueError: if it cannot be found, is no adapter in safetensors, or a tensor has no values.
     """
     if isinstance(adapter, (str, Path)):
         [directory] = adapter_directories([os.fspath(adapter)])
@@ -59,4 +60,5 @@ def _tensors(tensors: Any) -> dict[str, torch.Tensor]:
                 "the tensors of `adapter` must be torch.Tensors by their names, got "
                 f"{name!r}: {type(tensor).__name__}"
             )
+        check_plain(name, tensor)
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from nanovllm.adapters.adapter import Given
 from nanovllm.replicas.supervisor import Replicas
+from nanovllm.updates.ends import check_ends
 from nanovllm.updates.ledger import Expected
-from nanovllm.updates.parcel import HostMemory, Named, Parcel, parcels
+from nanovllm.updates.parcel import Named, Parcel, parcels
+from nanovllm.utils.modes import without_modes
 
 
 class ReplicaMemory:
@@ -32,16 +32,21 @@ class ReplicaMemory:
             ValueError: naming one whose values contradict the model.
             WorkerError: if no replica is left.
         """
+        if isinstance(tensors, list):
+            with without_modes():
+                check_ends(self._expected, tensors)
         begin()
         for parcel, _ in parcels(tensors):
             self._replicas.keep_as_they_are()
             self._replicas.tell_all("fill_parcel", parcel)
 
+    def check_parcel(self, parcel: Parcel) -> None:
+        """Refuse a parcel, as each replica would, before any of them has written it."""
+        self._replicas.tell_all("check_parcel", parcel)
+
     def fill_parcel(self, parcel: Parcel, begin: Callable[[], None]) -> None:
         """Fill them from a parcel. Raises as `fill`, and RuntimeError if it cannot be opened."""
-        if isinstance(parcel.memory, HostMemory):  # a GPU's is opened by replicas alone
-            with parcel.opened(torch.device("cpu")):
-                pass
+        self.check_parcel(parcel)
         begin()
         self._replicas.keep_as_they_are()
         self._replicas.tell_all("fill_parcel", parcel)

@@ -118,6 +118,10 @@ class Replica(LLMEngine):
         """Go on, with weights of this version."""
         self.core.release(version)
 
+    def check_parcel(self, parcel: Parcel) -> None:
+        """Refuse the tensors of another process, before any replica has written them."""
+        self._memory.check_parcel(parcel)
+
     def fill_parcel(self, parcel: Parcel) -> None:
         """Fill the weights from the tensors of another process."""
         self._memory.fill_parcel(parcel, lambda: None)

@@ -1,4 +1,4 @@
-"""`TensorSource`: a tensor in memory, in the place of one in a file."""
+"""`TensorSource`: a tensor in memory, in the place of one in a file; and what it must be."""
 
 from typing import Any
 
@@ -20,6 +20,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of each
 
 
 class TensorSource:
@@ -42,3 +43,25 @@ class TensorSource:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._tensor[index]
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that no file could hold as it is: without values, sparse or quantised.
+
+    Raises:
+        ValueError: naming it, with the remedy.
+    """
+    if tensor.is_meta:
+        raise ValueError(f"tensor {name} has no values: it is on the device meta")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"tensor {name} has the layout {tensor.layout}: pass tensor.to_dense()")
+    if tensor.is_quantized:
+        raise ValueError(f"tensor {name} is {tensor.dtype}: pass tensor.dequantize()")
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one dtype and device have the same values, or the same bits: NaN."""
+    if torch.equal(one, other):
+        return True
+    integer = INTEGERS[one.dtype.itemsize]
+    return torch.equal(one.view(integer), other.view(integer))

@@ -20,6 +20,15 @@ from nanovllm.updates.updating import NO_ADAPTER, Tensors, WeightUpdates, check_
 from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.options import Absent, Foreign, only, takes_foreign
 
+FOREIGN_UPDATE: Foreign = {
+    "update_info": (
+        only(),
+        "pass the tensors themselves to update_weights(), or what share_weights() has given in "
+        "another process to update_weights_ipc()",
+    ),
+    "weight_version": (only(None), "pass it as `version`"),
+}
+FOREIGN_FINISH: Foreign = {"version": (only(None), "pass it as `weight_version`")}
 FOREIGN_START: Foreign = {
     "is_checkpoint_format": (only(True), "tensors have the checkpoint's names and shapes"),
 }
@@ -43,15 +52,17 @@ class Updatable(ABC):
     def _changing_memory(self) -> AbstractContextManager[None]:
         """Refuse, or have nothing computed during the block."""
 
+    @takes_foreign(FOREIGN_UPDATE)
     def update_weights(self, tensors: Tensors, *, version: Version | None = None) -> None:
         """Replace all weights, in place, in milliseconds. Cached prefixes are forgotten.
 
         Without `start_weight_update` this is a whole update: all tensors of the model must come,
         once. Of a dictionary or list all names, shapes and dtypes are checked before anything is
         written; of another iterable each tensor is when it comes. If an update fails half-way, the
-        engine refuses to compute until a complete one.
+        engine refuses to compute until a complete one, or `unload_adapter`.
 
         After `start_weight_update` it writes some of the tensors; `finish_weight_update` ends that.
+        If a call is refused before it has written anything, the update goes on without it.
 
         Args:
             tensors: pairs of a name and a whole tensor, or a dictionary: the names are those of the
@@ -64,7 +75,7 @@ class Updatable(ABC):
 
         Raises:
             TypeError, ValueError: naming the tensor that is wrong, or those that are missing.
-            RuntimeError: if requests are left.
+            RuntimeError: if requests are left, or inside the iterable of another update.
         """
         check_tensors(tensors)
         with self._changing_memory():
@@ -74,6 +85,7 @@ class Updatable(ABC):
             _refuse_version(version)
             self._updates.add(tensors)
 
+    @takes_foreign(FOREIGN_UPDATE)
     def update_weights_ipc(
         self, message: Mapping[str, Any], *, version: Version | None = None
     ) -> None:
@@ -108,6 +120,7 @@ class Updatable(ABC):
         with self._changing_memory():
             self._updates.start()
 
+    @takes_foreign(FOREIGN_FINISH)
     def finish_weight_update(self, weight_version: Version | None = None) -> None:
         """End an update of several calls.
 
@@ -193,6 +206,7 @@ class Updatable(ABC):
         with self._changing_memory():
             if not self.config.enable_sleep_mode:
                 raise ValueError("sleep() needs an engine built with enable_sleep_mode=True")
+            self._updates.check_idle()
             self._sleeping.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -226,6 +240,12 @@ class Updatable(ABC):
         "unload_adapter() fills the weights from the checkpoint again, update_weights() from "
         "tensors"
     )
+    update_weight_version = Absent(
+        "pass it to update_weights() as `version`, or to finish_weight_update() as `weight_version`"
+    )
+    add_lora = Absent("load_adapter() merges a LoRA adapter into the weights")
+    remove_lora = Absent("unload_adapter() fills the weights from the checkpoint again")
+    list_loras = Absent('metrics()["adapter"] names the adapters that the weights have')
     collective_rpc = Absent("update_weights(), sleep() and wake_up() reach all ranks")
 
 

@@ -120,9 +120,9 @@ class Ledger:
         self._come.update(name for name in names if name is not None)
 
     @property
-    def has_come(self) -> bool:
-        """Whether any tensor has come."""
-        return bool(self._come)
+    def num_come(self) -> int:
+        """Number of tensors that have come."""
+        return len(self._come)
 
     def check_complete(self) -> None:
         """Refuse to end while tensors are missing.

@@ -52,6 +52,9 @@ class Memory(Protocol):
         others each when it comes. `begin` is called before any of them is written.
         """
 
+    def check_parcel(self, parcel: Parcel) -> None:
+        """Refuse what `fill_parcel` would refuse before anything is written."""
+
     def fill_parcel(self, parcel: Parcel, begin: Callable[[], None]) -> None:
         """Fill the weights from another process's tensors."""
 
@@ -135,6 +138,11 @@ class RankMemory:
             self._check(own)
             begin()
             self._fill_all(parcel, own)
+
+    def check_parcel(self, parcel: Parcel) -> None:
+        """Refuse what `fill_parcel` would refuse before anything is written."""
+        with parcel.opened(self._runner.built.device) as own:
+            self._check(own)
 
     def _check(self, tensors: list[Named]) -> None:
         with without_modes():

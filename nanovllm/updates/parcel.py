@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -172,11 +173,8 @@ class Buffer:
 
     def pack(self, tensors: list[Named]) -> Parcel:
         """Copy tensors into the buffer, which has room for them. Waits for the device."""
-        begins, begin = [], 0
         described = [describe(name, tensor) for name, tensor in tensors]
-        for _, tensor in tensors:
-            begins.append(begin)
-            begin += room_of(tensor)
+        begins = begins_of(tensor.nbytes for _, tensor in tensors)
         parcel = Parcel(described, begins, self.num_bytes, self.memory)
         for (_, tensor), (_, place) in zip(tensors, parcel.views(self.bytes), strict=True):
             place.copy_(tensor)
@@ -201,7 +199,16 @@ def describe(name: str, tensor: torch.Tensor) -> Described:
 
 def room_of(tensor: torch.Tensor) -> int:
     """Bytes that a tensor takes of a buffer."""
-    return cdiv(max(tensor.nbytes, 1), ALIGNMENT) * ALIGNMENT
+    return _room(tensor.nbytes)
+
+
+def _room(num_bytes: int) -> int:
+    return cdiv(max(num_bytes, 1), ALIGNMENT) * ALIGNMENT
+
+
+def begins_of(sizes: Iterable[int]) -> list[int]:
+    """The first byte of each tensor in a buffer, by the bytes that each of them has."""
+    return list(accumulate(map(_room, sizes), initial=0))[:-1]
 
 
 def parcels(

@@ -6,11 +6,12 @@ A message is a dictionary of numbers and strings, as JSON has them: nothing in i
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from nanovllm.device_memory.driver import HANDLE_BYTES
+from nanovllm.tensors.source import DTYPES
 from nanovllm.updates.ledger import Described
 from nanovllm.updates.parcel import (
     TORCH_DTYPES,
@@ -19,11 +20,14 @@ from nanovllm.updates.parcel import (
     HostMemory,
     Named,
     Parcel,
+    begins_of,
     room_of,
 )
 from nanovllm.updates.updating import Tensors, check_tensors, named_tensors
+from nanovllm.utils.checks import shown
 
 KEYS = ("names", "shapes", "dtypes", "offsets", "num_bytes", "memory")
+T = TypeVar("T")
 
 
 @contextmanager
@@ -42,11 +46,17 @@ def share_weights(tensors: Tensors) -> Iterator[dict[str, Any]]:
         the end of the block: wait there until the engine has answered.
 
     Raises:
-        TypeError, ValueError: if these are no tensors, or of several devices.
+        TypeError, ValueError: if these are no tensors, of several devices, or of a dtype or layout
+            that files of safetensors cannot have.
         RuntimeError: if the memory cannot be shared.
     """
     check_tensors(tensors)
     named = list(named_tensors(tensors))
+    for name, tensor in named:
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"tensor {name} is {tensor.dtype}, but must be one of {', '.join(map(str, DTYPES))}"
+            )
     devices = {tensor.device for _, tensor in named}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "no tensors"
@@ -84,31 +94,60 @@ def read_message(message: Any) -> Parcel:
     Raises:
         TypeError, ValueError: if it is none of `share_weights`.
     """
-    if not isinstance(message, Mapping) or sorted(message) != sorted(KEYS):
+    if not isinstance(message, Mapping) or set(message) != set(KEYS):
         raise TypeError("`message` must be what share_weights() has given in the other process")
-    names, shapes, dtypes, begins, num_bytes, memory = (message[key] for key in KEYS)
     try:
-        tensors = [
-            Described(str(name), [int(n) for n in shape], str(dtype))
-            for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
-        ]
-        parcel = Parcel(tensors, [int(n) for n in begins], int(num_bytes), _read_memory(memory))
-        for described, begin in zip(parcel.tensors, parcel.begins, strict=True):
-            size = math.prod(described.shape) * TORCH_DTYPES[described.dtype].itemsize
-            if min([begin, *described.shape]) < 0 or begin + size > parcel.num_bytes:
-                raise ValueError(f"{described.name} is not inside the buffer")
-    except (KeyError, TypeError, ValueError) as error:
+        return _read_parcel(message)
+    except (TypeError, ValueError) as error:
         raise ValueError(
             "`message` must be what share_weights() has given in the other process, unchanged "
             f"({error})"
         ) from None
-    return parcel
 
 
-def _read_memory(memory: Mapping[str, Any]) -> HostMemory | DeviceMemory:
+def _read_parcel(message: Mapping[str, Any]) -> Parcel:
+    names, shapes, dtypes, begins = (_items(message[key]) for key in KEYS[:4])
+    tensors = [
+        Described(_exact(str, name), [_exact(int, n) for n in _items(shape)], _exact(str, dtype))
+        for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
+    ]
+    sizes = [_size(described) for described in tensors]
+    begins = [_exact(int, n) for n in begins]
+    if not tensors or begins != begins_of(sizes):
+        raise ValueError(f"its tensors would not begin at {shown(begins)}")
+    num_bytes = _exact(int, message["num_bytes"])
+    if begins[-1] + sizes[-1] > num_bytes:
+        raise ValueError(f"{tensors[-1].name} is not inside the buffer")
+    return Parcel(tensors, begins, num_bytes, _read_memory(message["memory"]))
+
+
+def _exact(kind: type[T], value: Any) -> T:
+    """The value, which is of this very type: True is no number."""
+    if type(value) is not kind:
+        raise TypeError(f"{shown(value)} is no {kind.__name__}")
+    return value
+
+
+def _items(value: Any) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{shown(value)} is no list")
+    return list(value)
+
+
+def _size(described: Described) -> int:
+    """Bytes of a tensor."""
+    name, shape, dtype = described
+    if min(shape, default=0) < 0 or dtype not in TORCH_DTYPES:
+        raise ValueError(f"{name} is {dtype} of the shape {shown(shape)}")
+    return math.prod(shape) * TORCH_DTYPES[dtype].itemsize
+
+
+def _read_memory(memory: Any) -> HostMemory | DeviceMemory:
+    if not isinstance(memory, Mapping) or set(memory) not in ({"handle"}, {*HostMemory._fields}):
+        raise ValueError(f"its memory is {shown(memory)}")
     if "handle" in memory:
-        handle = bytes.fromhex(memory["handle"])
+        handle = bytes.fromhex(_exact(str, memory["handle"]))
         if len(handle) != HANDLE_BYTES:
             raise ValueError(f"a handle has {HANDLE_BYTES} bytes, got {len(handle)}")
         return DeviceMemory(handle)
-    return HostMemory(*(int(memory[field]) for field in HostMemory._fields))
+    return HostMemory(*(_exact(int, memory[field]) for field in HostMemory._fields))

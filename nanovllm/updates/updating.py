@@ -1,5 +1,6 @@
 """`WeightUpdates`: the updates of an engine's weights, one after another, and what they refuse."""
 
+import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -7,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from nanovllm.adapters.adapter import Given
+from nanovllm.tensors.source import check_plain
 from nanovllm.updates.hold import Hold, Version
 from nanovllm.updates.ledger import Ledger
 from nanovllm.updates.memory import Memory
@@ -19,7 +21,9 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tens
 NO_ADAPTER = "none"
 UPDATE = "update"  # name of a reason to hold the engine
 OPEN = "the weights are being updated: end that with finish_weight_update()"
-BUSY = "the weights are being updated: compute nothing until the call that does it has returned"
+BUSY = (
+    "the weights are being updated: leave the engine alone until the call that does it has returned"
+)
 LOST = "the weights have been dropped by sleep(level=2): bring new ones with update_weights()"
 
 
@@ -41,6 +45,7 @@ class WeightUpdates:
         self._num_updates = 0
         self._ledger: Ledger | None = None  # of the update that goes on
         self.has_started = False
+        self._is_filling = False  # a caller's iterable may call the engine meanwhile
 
     def lose(self) -> None:
         """The weights have no values any more."""
@@ -49,7 +54,7 @@ class WeightUpdates:
 
     def update(self, tensors: Tensors, version: Version | None) -> None:
         """A whole update; see `LLM.update_weights`."""
-        _check_version(version)
+        version = _read_version(version)
         ledger = Ledger(self._memory.expected())
         if not isinstance(tensors, (Mapping, Sequence)):
             with self._whole(ledger):
@@ -63,7 +68,7 @@ class WeightUpdates:
 
     def update_by(self, parcel: Parcel, version: Version | None) -> None:
         """A whole update by one parcel of another process."""
-        _check_version(version)
+        version = _read_version(version)
         ledger = Ledger(self._memory.expected())
         names = ledger.own_names(parcel.tensors, are_all=True)
         with self._whole(ledger):
@@ -78,7 +83,7 @@ class WeightUpdates:
         try:
             yield
         except BaseException as error:
-            if ledger.has_come:
+            if ledger.num_come:
                 self._fail(error)
             else:
                 self._end(before)
@@ -90,12 +95,22 @@ class WeightUpdates:
         self.has_started = True
 
     def _begin(self, ledger: Ledger, reason: str) -> None:
-        self._check_awake()
+        self._check_ready()
         self._hold.add(UPDATE, reason)
         self._memory.give_up_update()
         self._ledger = ledger
 
-    def _check_awake(self) -> None:
+    def check_idle(self) -> None:
+        """Refuse to change anything inside an update: its tensors may come from the caller's code.
+
+        Raises:
+            RuntimeError: if weights are being filled.
+        """
+        if self._is_filling:
+            raise RuntimeError(BUSY)
+
+    def _check_ready(self) -> None:
+        self.check_idle()
         if self._hold[WEIGHTS] is not None:
             raise RuntimeError('the weights have no memory: call wake_up(tags=["weights"]) first')
 
@@ -108,20 +123,21 @@ class WeightUpdates:
             self._hold.add(UPDATE, reason)
 
     def add(self, tensors: Tensors) -> None:
-        """Write some of the tensors."""
+        """Write some of the tensors. What is refused before anything is written changes nothing."""
         ledger = self._open_ledger()
-        with self._failing(ledger):
-            if isinstance(tensors, (Mapping, Sequence)):
-                own = _own_tensors(tensors, ledger)
-                self._memory.fill(own, lambda: ledger.book(name for name, _ in own))
-            else:
+        if not isinstance(tensors, (Mapping, Sequence)):
+            with self._failing(since=ledger.num_come):
                 self._memory.fill(_booked(named_tensors(tensors), ledger), lambda: None)
+            return
+        own = _own_tensors(tensors, ledger)
+        with self._failing(since=ledger.num_come):
+            self._memory.fill(own, lambda: ledger.book(name for name, _ in own))
 
     def add_parcel(self, parcel: Parcel) -> None:
-        """Write the tensors of another process's parcel."""
+        """Write the tensors of another process's parcel, see `add`."""
         ledger = self._open_ledger()
-        with self._failing(ledger):
-            names = ledger.own_names(parcel.tensors)
+        names = ledger.own_names(parcel.tensors)
+        with self._failing(since=ledger.num_come):
             self._memory.fill_parcel(parcel.renamed(names), lambda: ledger.book(names))
 
     def reload(self, adapters: Sequence[Given], name: str) -> None:
@@ -132,19 +148,16 @@ class WeightUpdates:
             name: name of these adapters.
         """
         self._begin(Ledger(self._memory.expected()), BUSY)
-        try:
+        with self._failing():
             self._memory.reload(adapters)
-        except BaseException as error:
-            self._fail(error)
-            raise
         self._count(None, name)
 
     def finish(self, version: Version | None) -> None:
         """End the update."""
-        _check_version(version)
+        version = _read_version(version)
         ledger = self._open_ledger()
         ledger.check_complete()
-        with self._failing(ledger):
+        with self._failing():
             self._memory.end_update()
         self._count(version, NO_ADAPTER)
 
@@ -158,31 +171,42 @@ class WeightUpdates:
     def _open_ledger(self) -> Ledger:
         if self._ledger is None:
             raise RuntimeError("no update of the weights has begun: call start_weight_update()")
-        self._check_awake()
+        self._check_ready()
         return self._ledger
 
     @contextmanager
-    def _failing(self, ledger: Ledger) -> Iterator[None]:
-        """An error in the block leaves the weights half written, if any tensor has come."""
+    def _failing(self, since: int = -1) -> Iterator[None]:
+        """An error in the block fails the update, if more tensors than `since` have come then: they
+        may be written in part.
+        """
+        self._is_filling = True
         try:
             yield
         except BaseException as error:
-            if ledger.has_come:
+            if self._ledger is not None and self._ledger.num_come > since:
                 self._fail(error)
             raise
+        finally:
+            self._is_filling = False
 
     def _fail(self, error: BaseException) -> None:
         if self._ledger is not None:  # not yet
             self._end(
                 "the weights are those of two versions, because an update has failed "
-                f"({type(error).__name__}: {error}): update all of them again"
+                f"({type(error).__name__}: {error}): update all of them again, or fill them from "
+                "the checkpoint with unload_adapter()"
             )
+            self.adapter = NO_ADAPTER
             self._memory.give_up_update()
 
 
-def _check_version(version: object) -> None:
-    if version is not None and (not isinstance(version, (int, str)) or isinstance(version, bool)):
+def _read_version(version: object) -> Version | None:
+    """A version as outputs have it: a number is Python's own."""
+    if version is None or isinstance(version, str):
+        return version
+    if isinstance(version, bool) or not isinstance(version, numbers.Integral):
         raise TypeError(f"`version` must be a number or a string, got {version!r}")
+    return int(version)
 
 
 def _own_tensors(tensors: Tensors, ledger: Ledger, *, are_all: bool = False) -> list[Named]:
@@ -223,7 +247,10 @@ def named_tensors(tensors: Any) -> Iterator[Named]:
     """The tensors of an update with their names, detached. TypeError for what is neither."""
     for item in tensors.items() if isinstance(tensors, Mapping) else tensors:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise TypeError(f"`tensors` must be pairs of a name and a tensor, got {item!r}")
+            found = type(item).__name__
+            if isinstance(item, (tuple, list)):
+                found += f" of {len(item)} values"
+            raise TypeError(f"`tensors` must be pairs of a name and a tensor, got {found}")
         name, tensor = item
         if name == "update_info":  # vLLM's
             raise TypeError(
@@ -231,10 +258,10 @@ def named_tensors(tensors: Any) -> Iterator[Named]:
                 "share_weights() has given there to update_weights_ipc()"
             )
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            first = repr(name) if isinstance(name, str) else type(name).__name__
             raise TypeError(
                 "`tensors` must be pairs of a name and a torch.Tensor, got "
-                f"{name!r} and {type(tensor).__name__}"
+                f"{first} and {type(tensor).__name__}"
             )
-        if tensor.is_meta:
-            raise ValueError(f"tensor {name} has no values: it is on the device meta")
+        check_plain(name, tensor)
         yield name, tensor.detach()

@@ -17,14 +17,10 @@ from nanovllm.layers.weights.converted import Origin
 from nanovllm.layers.weights.shard import Shard
 from nanovllm.models.loader import checkpoint_shards, fill
 from nanovllm.tensors.source import TensorSource
+from nanovllm.updates.ends import NOT_TIED, check_ends
 from nanovllm.updates.ledger import Expected
 from nanovllm.updates.parcel import Named, Parcel
 from nanovllm.utils.device import computing_on, wait_for_device
-
-NOT_TIED = (
-    f"{HEAD} differs from {EMBEDDING}, but the model ties them: save its checkpoint with "
-    "`tie_word_embeddings` false, and build the engine from that"
-)
 
 
 class Weights:
@@ -72,14 +68,10 @@ class Weights:
         Raises:
             ValueError: naming one.
         """
-        found = dict(tensors)
         with computing_on(self._device):
             for name, tensor in tensors:
                 self._shard(name).check(name, TensorSource(tensor))
-            if self.expected.is_tied and HEAD in found and EMBEDDING in found:
-                head, embedding = found[HEAD], found[EMBEDDING]
-                if not torch.equal(embedding, head.to(embedding.device, embedding.dtype)):
-                    raise ValueError(NOT_TIED)
+            check_ends(self.expected, tensors)
 
     def fill(self, tensors: list[Named]) -> None:
         """Fill what tensors fill: whole ones, on any device, by the model's names."""

@@ -439,3 +439,11 @@ def test_no_weights_are_no_base(base: Path) -> None:
 def test_what_is_no_path(adapter: Any, base: Path) -> None:
     with pytest.raises(TypeError, match="`adapter` must be the directory of a PEFT adapter, its"):
         LLM(base, adapter=adapter)
+
+
+def test_a_pair_is_for_load_adapter(base: Path) -> None:
+    """Its tensors are not printed."""
+    pair: Any = {}, {"a": torch.ones(1)}
+    own = r"got a tuple of dict, dict: load_adapter\(\) takes pairs of a configuration and tensors$"
+    with pytest.raises(TypeError, match=own):
+        LLM(base, adapter=pair)

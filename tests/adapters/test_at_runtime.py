@@ -14,6 +14,7 @@ from checkpoints import SMALL, copy_checkpoint, make_checkpoint, rare
 from nanovllm import LLM
 from nanovllm.checkpoint.files import ADAPTER
 from nanovllm.layers.weights import onednn
+from nanovllm.updates import weights
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64}
 
@@ -79,6 +80,8 @@ def test_what_cannot_be_merged_leaves_the_engine_as_it_is(
             (tmp_path, "has no adapter_config.json"),
             ((config, half), "in memory"),
             ((config | {"bias": "all"}, tensors), "bias"),
+            ((config, tensors | {name: tensors[name].to("meta")}), f"{name} has no values"),
+            ((config, tensors | {name: tensors[name].to_sparse()}), r"pass tensor.to_dense\(\)"),
         ):
             with pytest.raises(ValueError, match=error):
                 llm.load_adapter(given)
@@ -123,15 +126,36 @@ def test_paths_hold_in_another_directory_and_files_that_are_gone_change_nothing(
         plain = results(llm)
         llm.load_adapter(a.name)
         assert results(llm) == merged != plain
-        weights = path / "model.safetensors"
-        whole = weights.read_bytes()
-        weights.write_bytes(whole[:-1])
+        file = path / "model.safetensors"
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1])
         for error in ("is not a complete safetensors file", "has no .*safetensors"):
             with pytest.raises(ValueError, match=error):
                 llm.unload_adapter()
             llm.reset_prefix_cache()
             assert results(llm) == merged and llm.metrics()["adapter"] == "a"
-            weights.unlink(missing_ok=True)
-        weights.write_bytes(whole)
+            file.unlink(missing_ok=True)
+        file.write_bytes(whole)
+        llm.unload_adapter()
+        assert results(llm) == plain
+
+
+def test_a_failure_half_way_leaves_no_adapter_and_unloading_repairs_it(
+    base: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = adapters
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError("the disk has gone")
+
+    with LLM(base, **OPTIONS) as fresh:
+        plain = results(fresh)
+    with LLM(base, adapter=a, **OPTIONS) as llm:
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk has gone"):
+            patch.setattr(weights, "fill", fail)
+            llm.load_adapter(b)
+        assert llm.metrics()["adapter"] == "none" and "adapter" not in repr(llm)
+        with pytest.raises(RuntimeError, match=r"from the checkpoint with unload_adapter\(\)"):
+            llm.generate([[1, 2, 3]], use_tqdm=False)
         llm.unload_adapter()
         assert results(llm) == plain

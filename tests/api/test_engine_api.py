@@ -91,6 +91,11 @@ def test_names_of_vllm(llm):
     assert llm.llm_engine.get_tokenizer() is llm.llm_engine.tokenizer
     with pytest.raises(AttributeError, match=r"no `get_metrics`: call metrics\(\)"):
         llm.get_metrics()
+    with pytest.raises(AttributeError, match=r"LLM has no `add_lora`: load_adapter\(\) merges"):
+        llm.llm_engine.add_lora(None)
+    for name in ("update_weight_version", "remove_lora", "list_loras"):
+        with pytest.raises(AttributeError, match=f"LLM has no `{name}`: "):
+            getattr(llm.llm_engine, name)
     with pytest.raises(AttributeError, match=r"pass tensors to update_weights\(\), or what"):
         llm.init_weight_transfer_engine({"init_info": {}})
     for name in ("get_metrics", "init_weight_transfer_engine", "reload_weights", "collective_rpc"):

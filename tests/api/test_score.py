@@ -26,7 +26,8 @@ from checkpoints import (
 from faults import fail_at
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.outputs import Logprob, ScoreOutput, TokenLogprobs
+from nanovllm.llm import classification_of
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput, TokenLogprobs
 from nanovllm.sampling import prompt_logprobs
 
 TOLERANCE = 1e-4
@@ -465,6 +466,14 @@ def test_results_are_sent_without_the_tokenizer() -> None:
 
 
 # -- labels -------------------------------------------------------------------------------------
+
+
+def test_the_share_of_labels_is_no_more_than_one():
+    """Rounded log-probabilities of float32 may sum up to more."""
+    places = [{token: Logprob(math.log(0.5) + 6e-9, None, None) for token in (1, 2)}]
+    completion = CompletionOutput(0, "", [1], "length", logprobs=places)
+    output = RequestOutput(0, None, [3], [completion], True, 0)
+    assert classification_of(output, [1, 2]).share == 1.0
 
 
 def test_labels_have_the_probabilities_of_transformers(reference):

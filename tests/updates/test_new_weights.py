@@ -17,6 +17,7 @@ from typing import Any
 import fp8_checkpoints
 import int4_checkpoints
 import mxfp4_checkpoints
+import numpy as np
 import pytest
 import torch
 from new_weights import PARAMS, PROMPTS, assert_weights_change, results, with_other_values
@@ -204,14 +205,26 @@ def test_messages_that_are_none(paths: tuple[Path, Path]) -> None:
     with LLM(paths[0], **OPTIONS) as llm, share_weights(tensors) as message:
         before = results(llm)
         for changes, error in (
-            ({"offsets": [-1] * len(tensors)}, "is not inside the buffer"),
-            ({"offsets": [message["num_bytes"]] * len(tensors)}, "is not inside the buffer"),
+            ({"offsets": [-1] * len(tensors)}, "its tensors would not begin at"),
+            ({"offsets": [0] * len(tensors)}, "its tensors would not begin"),  # they overlap
+            ({"offsets": [n / 1 for n in message["offsets"]]}, "0.0 is no int"),
+            ({"num_bytes": 256}, "is not inside the buffer"),
+            ({"num_bytes": float("inf")}, "inf is no int"),
+            ({"num_bytes": True}, "True is no int"),
             ({"dtypes": ["float"] * len(tensors)}, "float"),
+            ({"shapes": ["64"] * len(tensors)}, "'64' is no list"),
+            ({"shapes": [["6", "4"]] * len(tensors)}, "'6' is no int"),
+            ({"shapes": [[-64]] * len(tensors)}, r"of the shape \[-64\]"),
+            ({"names": "a" * len(tensors)}, "is no list"),
+            ({"names": [], "shapes": [], "dtypes": [], "offsets": []}, "begin at"),
             ({"names": []}, "shorter|longer"),
             ({"memory": {"handle": "00"}}, "a handle has 64 bytes, got 1"),
-            ({"memory": {}}, "pid"),
+            ({"memory": {"handle": 0}}, "0 is no str"),
+            ({"memory": {}}, "its memory is {}"),
+            ({"memory": None}, "its memory is None"),
+            ({"memory": {**message["memory"], "pid": 1.5}}, "1.5 is no int"),
         ):
-            with pytest.raises(ValueError, match=error):
+            with pytest.raises(ValueError, match=rf"in the other process, unchanged \(.*{error}"):
                 llm.update_weights_ipc({**message, **changes})
         for changes, error in (
             ({"memory": {"handle": "00" * 64}}, "share tensors on the CPU"),
@@ -222,15 +235,25 @@ def test_messages_that_are_none(paths: tuple[Path, Path]) -> None:
                 llm.update_weights_ipc({**message, **changes})
             assert results(llm) == before, "nothing has been written"
         with pytest.raises(TypeError, match=r"what share_weights\(\) has given"):
-            llm.update_weights_ipc({"names": []})
+            llm.update_weights_ipc({"names": [], 0: []})
         llm.reset_prefix_cache()
         assert results(llm) == before and llm.weight_version == 0
-    for refused, error in (
-        ({}, "got no tensors"),
-        ({"a": torch.empty(1, device="meta")}, "tensor a has no values: it is on the device meta"),
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_tensors_that_cannot_be_shared_are_named() -> None:
+    codes = torch.quantize_per_tensor(torch.ones(1), 1.0, 0, torch.qint8)
+    for tensor, error in (
+        (torch.empty(1, device="meta"), "has no values: it is on the device meta"),
+        (torch.ones(1).to_sparse(), r"has the layout torch.sparse_coo: pass tensor.to_dense\(\)"),
+        (codes, r"is torch.qint8: pass tensor.dequantize\(\)"),
+        (torch.ones(1, dtype=torch.complex64), "is torch.complex64, but must be one of torch.fl"),
+        (torch.ones(1, dtype=torch.uint16), "is torch.uint16, but must be one of torch.float64"),
     ):
-        with pytest.raises(ValueError, match=error), share_weights(refused):
+        with pytest.raises(ValueError, match=f"tensor a {error}"), share_weights({"a": tensor}):
             pass
+    with pytest.raises(ValueError, match="got no tensors"), share_weights({}):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -323,10 +346,10 @@ def test_async_holds_between_the_calls_of_an_update(paths: tuple[Path, Path]) ->
             metrics = await llm.metrics()
             await llm.update_weights(tensors_of(paths[1]))
             assert (await llm.metrics())["num_steps"] == metrics["num_steps"], "it has gone on"
-            with share_weights(tensors_of(paths[0])) as message:
-                with pytest.raises(ValueError, match="comes twice in one update"):
-                    await llm.update_weights_ipc(message)
+            twice = pytest.raises(ValueError, match="comes twice in one update")
+            with share_weights(tensors_of(paths[0])) as message, twice:
                 await llm.update_weights_ipc(message)
+            await llm.finish_weight_update()
             last = [output async for output in outputs][-1]
             assert last.finished and last.weight_version == 1
 
@@ -354,6 +377,7 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
             (new | {NORM: new[NORM].long()}, f"{NORM} is I64, but the model implies F64 or F32"),
             ([*new.items(), (NORM, new[NORM])], f"{NORM} comes twice in one update"),
             (new | {NORM: new[NORM].to("meta")}, f"{NORM} has no values: it is on the device meta"),
+            (new | {NORM: new[NORM].to_sparse()}, f"{NORM} has the layout torch.sparse_coo"),
             (
                 iter(({"x": new[NORM]}).items()),
                 "the model has no tensor x: pass the tensors by the",
@@ -364,8 +388,16 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
             with pytest.raises(ValueError, match=error):
                 llm.update_weights(tensors)
             assert llm.weight_version == 0
-        for tensors in ([NORM], {NORM: [1.0]}, {"update_info": {}}, [(NORM, new[NORM], 1)], None):
-            with pytest.raises(TypeError, match="`tensors` must be"):
+        for tensors, error in (
+            ([NORM], "got str$"),
+            ({NORM: [1.0]}, f"got '{NORM}' and list$"),
+            ([(new[NORM], NORM)], "got Tensor and str$"),
+            ([(NORM, new[NORM], 1)], "got tuple of 3 values$"),
+            ([[new[NORM]]], "got list of 1 values$"),
+            ({"update_info": {}}, "the tensors themselves"),
+            (None, "got NoneType$"),
+        ):
+            with pytest.raises(TypeError, match=f"`tensors` must be.*{error}"):
                 llm.update_weights(tensors)
         with pytest.raises(TypeError, match=r"pass model.state_dict\(\)"):
             llm.update_weights(torch.nn.Sequential())
@@ -394,6 +426,37 @@ def test_tensors_that_use_the_engine_are_told_that_it_is_busy(paths: tuple[Path,
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
+def test_tensors_that_change_the_weights_are_told_that_it_is_busy(
+    paths: tuple[Path, Path],
+) -> None:
+    """The update inside ended well, and that outside had never begun."""
+    new = tensors_of(paths[1])
+    with LLM(paths[0], **OPTIONS, enable_sleep_mode=True) as llm:
+        inside = (
+            lambda: llm.update_weights(new),
+            llm.start_weight_update,
+            llm.finish_weight_update,
+            llm.unload_adapter,
+            llm.sleep,
+        )
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for change in inside:
+                with pytest.raises(RuntimeError, match="until the call that does it has returned"):
+                    change()
+            yield from new.items()
+
+        llm.update_weights(tensors())
+        assert llm.weight_version == 1
+        llm.start_weight_update()
+        llm.update_weights(tensors())
+        llm.finish_weight_update()
+        assert llm.weight_version == 2
+        wanted = results(llm)
+        llm.update_weights(new)
+        assert results(llm) == wanted
+
+
 @pytest.mark.parametrize(
     "options", [{}, rare({"tensor_parallel_size": 2}), rare({"data_parallel_size": 2})]
 )
@@ -417,13 +480,91 @@ def test_a_failure_half_way_needs_a_complete_update(
         ):
             with pytest.raises(error) as raised:
                 llm.update_weights(tensors)
-            with pytest.raises(RuntimeError, match="update all of them again") as refused:
+            again = r"update all of them again, or fill .* with unload_adapter\(\)"
+            with pytest.raises(RuntimeError, match=again) as refused:
                 llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             if not (options and error is OSError):  # nothing had been sent
                 assert str(raised.value) in str(refused.value)
         assert llm.weight_version == 2
+        llm.unload_adapter()
+        assert results(llm) != wanted
         llm.update_weights(new)
         assert results(llm) == wanted
+
+
+def test_an_update_goes_on_after_a_refused_call(paths: tuple[Path, Path]) -> None:
+    """It had to begin again, and the calls that followed were told that none had begun."""
+    new = tensors_of(paths[1])
+    first, *rest = new.items()
+    with LLM(paths[0], **OPTIONS) as llm:
+        wanted = results_after(llm, paths[1])
+        llm.update_weights(tensors_of(paths[0]))
+        llm.start_weight_update()
+        llm.update_weights([first])
+        with share_weights([first]) as message:
+            ended = message
+            with pytest.raises(ValueError, match=f"{first[0]} comes twice"):
+                llm.update_weights_ipc(message)
+        with share_weights([rest[0]]) as message:
+            ended = message
+        with pytest.raises(RuntimeError, match="must not have ended the sharing"):
+            llm.update_weights_ipc(ended)
+        for tensors in ([("x", first[1])], {"x": first[1]}, iter([("x", first[1])])):
+            with pytest.raises(ValueError, match="the model has no tensor x"):
+                llm.update_weights(tensors)
+        with pytest.raises(TypeError, match="got str"):
+            llm.update_weights(["x"])
+        with pytest.raises(RuntimeError, match=r"end that with finish_weight_update\(\)"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        llm.update_weights(rest)
+        llm.finish_weight_update()
+        assert results(llm) == wanted
+
+
+def test_versions_and_names_of_vllm(paths: tuple[Path, Path]) -> None:
+    new = tensors_of(paths[1])
+    with LLM(paths[0], **OPTIONS) as llm:
+        for use, error in (
+            (lambda: llm.update_weights(update_info={}), "pass the tensors themselves .*"),
+            (
+                lambda: llm.update_weights_ipc(update_info={}),
+                r"has given in another process to update_weights_ipc\(\)",
+            ),
+            (lambda: llm.update_weights(new, weight_version="a"), "pass it as `version`"),
+            (lambda: llm.finish_weight_update(version="a"), "pass it as `weight_version`"),
+        ):
+            with pytest.raises(TypeError, match=rf"^\w+\(\) has no option `\w+`; .*{error}$"):
+                use()
+        llm.update_weights(new, version=np.int64(3))
+        assert type(llm.weight_version) is int and llm.weight_version == 3
+        with pytest.raises(TypeError, match="`version` must be a number or a string, got True"):
+            llm.update_weights(new, version=True)
+
+
+@pytest.mark.parametrize("options", [{}, rare({"data_parallel_size": 2})])
+def test_ends_of_a_tied_model_that_differ_change_nothing(
+    options: dict[str, int], tmp_path: Path
+) -> None:
+    """Replicas had begun the update before they saw them."""
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True)
+    tensors = tensors_of(path)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    differ = tensors | {head: tensors[embedding] + 1}
+    with LLM(path, **OPTIONS, **options) as llm:
+        before = results(llm)
+        for given in (differ, list(differ.items())):
+            with pytest.raises(ValueError, match="save its checkpoint with `tie_word_embeddings`"):
+                llm.update_weights(given)
+            assert results(llm) == before
+        differs = pytest.raises(ValueError, match="save its checkpoint with `tie_word_embeddings`")
+        with share_weights(differ) as message, differs:
+            llm.update_weights_ipc(message)
+        assert results(llm) == before and llm.weight_version == 0
+        values = torch.full_like(tensors[embedding], torch.nan)
+        same = tensors | {embedding: values, head: values}
+        for given in (same, iter(same.items())):  # values that are no numbers equal themselves
+            llm.update_weights(given)
+        assert llm.weight_version == 2
 
 
 @pytest.mark.usefixtures("threads")

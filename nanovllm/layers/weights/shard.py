@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.checkpoint.names import Wanted
 from nanovllm.distributed.group import Group
+from nanovllm.tensors.source import same_values
 
 
 class Part(NamedTuple):
@@ -134,7 +135,8 @@ class Shard:
 
     def holds(self, source: Any) -> bool:
         """Whether the target has the values of `source`."""
-        return torch.equal(self.target, self.read(source).to(self.target.device, self.target.dtype))
+        own = self.read(source).to(self.target.device, self.target.dtype)
+        return same_values(self.target, own)
 
     def put(self, numbers: torch.Tensor) -> None:
         """Fill the target with values of its shape."""
