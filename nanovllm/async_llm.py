@@ -81,6 +81,7 @@ class AsyncLLM:
         llm = LLM(model, **options)
         llm._begins_again = True
         self._show = llm.__repr__  # of what is merged now, say
+        self._check_alive = llm._check_alive
         self.tokenizer, self.max_model_len = llm.get_tokenizer(), llm.max_model_len
         self.max_chars: int | None = None
         if self.tokenizer is not None:
@@ -271,8 +272,11 @@ class AsyncLLM:
         return await self._call(LLM.metrics)
 
     async def check_health(self) -> None:
-        """Raise RuntimeError if the engine cannot compute any more, as vLLM's does."""
-        await self._call(LLM._check_open)
+        """Raise RuntimeError if the engine cannot compute any more, as vLLM's does. A long step is
+        not waited for, and a worker's death is known before a request meets it.
+        """
+        self._check_open()
+        self._check_alive()
 
     # -- weights that change --------------------------------------------------------------------
 

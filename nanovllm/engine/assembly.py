@@ -12,6 +12,7 @@ from nanovllm.engine.executor import Executor
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.ranks.processes import WorkerError
 from nanovllm.recurrent.snapshots import SnapshotBlockManager
 from nanovllm.requests.intake import Intake
 from nanovllm.requests.request import CheckedRequest, Listener
@@ -27,9 +28,13 @@ class AnyExecutor(Protocol):
 
     Attributes:
         is_broken: whether an error has left it unusable.
+        failure: death of a process that ends it, once that is noticed; any thread may ask.
     """
 
     is_broken: bool
+
+    @property
+    def failure(self) -> WorkerError | None: ...
 
     def launch(self) -> None:
         """Start other processes. Does not wait for them."""

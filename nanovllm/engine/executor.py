@@ -46,6 +46,7 @@ class Executor:
     Attributes:
         model_runner: runner of rank 0, once started.
         is_broken: whether an error has left the ranks in different states.
+        failure: a worker's death, also before a call has met it.
         waited: begin and end of the last wait of `run` for tokens, by time.perf_counter.
         encoded: number of images that the last step encoded, and since when and until when that was
             launched.
@@ -68,6 +69,11 @@ class Executor:
                 f"`tensor_parallel_size` must be 1 on {sys.platform}: workers need Linux, "
                 f"got {config.tensor_parallel_size}"
             )
+
+    @property
+    def failure(self) -> WorkerError | None:
+        workers = self._workers  # which `close` takes away
+        return None if workers is None else workers.failure
 
     def launch(self) -> None:
         """Start the workers, if there are any. Does not wait for them."""

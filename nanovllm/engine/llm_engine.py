@@ -370,6 +370,12 @@ class LLMEngine:
         if self.is_closed:
             self._refuse()
 
+    def _check_alive(self) -> None:
+        """RuntimeError if the engine is closed, or has lost its processes. Takes no lock."""
+        self._check_open()
+        if (failure := self.executor.failure) is not None:
+            raise RuntimeError(str(failure))  # not itself, whose traceback would grow
+
     def _check_ready(self) -> None:
         """Refuse to compute with an engine that is closed or held."""
         if self.is_closed or self.core.is_held:

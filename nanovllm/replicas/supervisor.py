@@ -96,6 +96,7 @@ class Replicas:
 
     Attributes:
         is_broken: whether no replica is left.
+        failure: end of the last replica, if none is left and none may be restarted.
         num_restarts: number of restarts of all replicas together.
     """
 
@@ -122,6 +123,12 @@ class Replicas:
     @property
     def num_restarts(self) -> int:
         return max(0, self._num_starts - len(self._shares))
+
+    @property
+    def failure(self) -> WorkerError | None:
+        lives = any(each.process.poll() is None for each in [*self._replicas.values()])
+        may_go_on = lives or (self._restarts and not self.is_broken)
+        return None if may_go_on or self._last_end is None else self.error(*self._last_end)
 
     @property
     def ready(self) -> list[int]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import logging
 import struct
 import time
 from collections.abc import Collection, Coroutine, Sequence
@@ -20,12 +19,11 @@ from nanovllm.openai.answers import dumps
 from nanovllm.openai.asks import MAX_IDS, encode_prompts, read_messages
 from nanovllm.requests.inputs import check_vocabulary, whole_numbers
 from nanovllm.serve.errors import (
-    INTERNAL,
     RefusedError,
     error_response,
+    log_refusal,
     mistakes,
     raise_error,
-    told,
 )
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.metrics import CONTENT_TYPE
@@ -34,7 +32,6 @@ from nanovllm.serve.texts import Texts
 from nanovllm.utils.checks import check_choice, shown
 from nanovllm.utils.options import only
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NO_DIMENSIONS = {"dimensions": (only(None), "vectors have the size of the model")}
@@ -73,7 +70,8 @@ def make_app(
         Route("/version", service.version),
         Route("/metrics", service.page),
     ]
-    handlers: dict[Any, Any] = {HTTPException: _refuse, RefusedError: _refuse, Exception: _fail}
+    handlers: dict[Any, Any] = {HTTPException: _refuse, RefusedError: _refuse}
+    handlers[Exception] = service.fail
     return Guard(Starlette(routes=routes, exception_handlers=handlers), keys, hosts)
 
 
@@ -84,24 +82,16 @@ def _refuse(request: Request, error: Exception) -> Response:
         if error.status_code == 404:
             paths = ", ".join(route.path for route in request.app.routes)
             detail += f": this server has {paths.replace('{name:path}', 'NAME')}"
-        status = error.status_code
+        refused = RefusedError(error.status_code, detail)
         headers = error.headers or {}
     else:
         assert isinstance(error, RefusedError)
-        status = error.status
-        detail = str(error)
+        refused = error
         headers = {}
-    logger.info("request %s is refused (%d): %s", request.state.request_id, status, told(detail))
-    response = error_response(status, detail)
+    log_refusal(request.state.request_id, refused)
+    response = error_response(refused.status, str(refused))
     response.headers.update(headers)
     return response
-
-
-def _fail(request: Request, error: Exception) -> Response:
-    """The answer to a fault of ours."""
-    request_id = request.state.request_id
-    logger.error("request %s has failed by %s: %s", request_id, type(error).__name__, error)
-    return error_response(500, INTERNAL.format(request_id))
 
 
 class Service:
@@ -110,6 +100,12 @@ class Service:
     def __init__(self, served: Served) -> None:
         self._served, self._llm = served, served.llm
         self._started_at = int(time.time())
+
+    async def fail(self, request: Request, error: Exception) -> Response:
+        """The answer to a fault of ours, which Starlette raises again."""
+        told = await self._served.fault(request.state.request_id, error)
+        request.state.is_answered = True
+        return error_response(told.status, str(told))
 
     # -- vectors and tokens -----------------------------------------------------------------------
 
@@ -208,10 +204,7 @@ class Service:
 
     async def health(self, _: Request) -> Response:
         """`/health`: 200 while the engine can compute."""
-        try:
-            await self._llm.check_health()
-        except RuntimeError as error:
-            return error_response(503, str(error))
+        await self._served.check_engine()
         return Response()
 
     async def version(self, _: Request) -> Response:
@@ -220,6 +213,7 @@ class Service:
 
     async def page(self, _: Request) -> Response:
         """`/metrics`."""
+        await self._served.check_engine()
         num_refused = self._served.waiting.num_refused
         text = self._served.metrics.page(await self._llm.metrics(), num_refused)
         return Response(text, media_type=CONTENT_TYPE)

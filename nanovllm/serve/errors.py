@@ -2,6 +2,7 @@
 about it; a fault of ours has the id of the request, for the log, where paths and addresses may be.
 """
 
+import logging
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from nanovllm.openai.answers import DONE, dumps
 from nanovllm.openai.bodies import as_sent
 from nanovllm.outputs import EmbeddingRequestOutput, Mistake, RequestOutput
 
+logger = logging.getLogger(__name__)
+
+DEAD = "the engine has failed: see the server's log"
 INTERNAL = "internal error: the log of the server has more about request {}"
 RETRY_SECONDS = 1
 MAX_MESSAGE = 1000  # characters
@@ -73,6 +77,13 @@ def error_body(status: int, message: str) -> dict[str, Any]:
     kind = NAMES.get(status, NAMES[400])
     param = named[1] if named else None
     return {"error": {"message": told(message), "type": kind, "param": param, "code": status}}
+
+
+def log_refusal(request_id: str, refused: RefusedError) -> None:
+    """Log why a request is refused."""
+    logger.info(
+        "request %s is refused (%d): %s", request_id, refused.status, told(str(refused))
+    )
 
 
 def error_response(status: int, message: str) -> JSONResponse:

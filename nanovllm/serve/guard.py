@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.serve.errors import RefusedError, error_response, last_events
+from nanovllm.serve.errors import RefusedError, error_response, last_events, log_refusal
 
 MAX_BODY = 32 << 20  # bytes
 OPEN_PATHS = ("/health",)  # need no key
@@ -74,6 +74,7 @@ class Guard:
             if body is not None and not await self._run(scope, body, receive, send_id):
                 raise RefusedError(503, ENDING)
         except RefusedError as refused:
+            log_refusal(own_id, refused)
             if not has_begun:
                 await error_response(refused.status, str(refused))(scope, receive, send_id)
             elif is_stream and not has_ended:
@@ -149,7 +150,7 @@ class Guard:
         self._watches.add(watch)
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
+            if work.done() and "is_answered" not in scope["state"]:  # else the log has its error
                 work.result()
             return work.done() or not watch.cancelled()
         finally:

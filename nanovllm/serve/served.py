@@ -1,6 +1,7 @@
 """`Served`: the state that all endpoints share. `Waiting`: sequences without their first token."""
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +10,11 @@ from starlette.requests import Request
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.bodies import Fields
-from nanovllm.serve.errors import RefusedError
+from nanovllm.serve.errors import DEAD, INTERNAL, RefusedError
 from nanovllm.serve.metrics import ServerMetrics
 from nanovllm.utils.checks import shown
+
+logger = logging.getLogger(__name__)
 
 
 class Waiting:
@@ -95,13 +98,40 @@ class Served:
         self.llm, self.names, self.interval = llm, names, interval
         self.waiting = Waiting(max_waiting)
         self.metrics = ServerMetrics(names[0], llm.max_model_len)
+        self._has_logged_end = False
+
+    async def check_engine(self) -> None:
+        """RefusedError if the engine cannot compute any more."""
+        try:
+            await self.llm.check_health()
+        except RuntimeError as error:
+            self._log_end(error)
+            raise RefusedError(503, DEAD) from error
+
+    async def fault(self, request_id: str, error: Exception) -> RefusedError:
+        """What a client is told of an error of ours; the log has the error itself, and that which
+        has ended the engine once.
+        """
+        try:
+            await self.llm.check_health()
+        except RuntimeError:
+            self._log_end(error)
+            return RefusedError(503, DEAD)
+        logger.error("request %s has failed", request_id, exc_info=error)
+        return RefusedError(500, INTERNAL.format(request_id))
+
+    def _log_end(self, error: Exception) -> None:
+        if not self._has_logged_end:
+            self._has_logged_end = True
+            logger.error("the engine has failed", exc_info=error)
 
     async def read(self, request: Request) -> Fields:
         """The fields of a request, without `model`, which is checked.
 
         Raises:
-            RefusedError: the body is none.
+            RefusedError: the body is none, or the engine has failed.
         """
+        await self.check_engine()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # forms of web pages elsewhere may send any other
             raise RefusedError(

@@ -1,7 +1,6 @@
 """`Texts`: the endpoint of chats, or that of completions, whole and as streams."""
 
 import asyncio
-import logging
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -17,12 +16,11 @@ from nanovllm.openai.asks import Ask, read_ask
 from nanovllm.openai.bodies import Fields
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.news import News
-from nanovllm.serve.errors import INTERNAL, RefusedError, last_events, mistakes, raise_error
+from nanovllm.serve.errors import RefusedError, last_events, log_refusal, mistakes, raise_error
 from nanovllm.serve.guard import REQUEST_ID
 from nanovllm.serve.served import Place, Served
 from nanovllm.utils.checks import shown
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EVENT_HEADERS = [
@@ -91,10 +89,11 @@ class Texts:
                 await write(answer.events(number, output))
             end = answer.end()
         except RefusedError as refused:  # by the mistake in another prompt
+            log_refusal(request_id, refused)
             end = last_events(refused.status, str(refused))
-        except Exception:  # the status is sent: the rest is said here
-            logger.exception("the stream of request %s has ended by an error", request_id)
-            end = last_events(500, INTERNAL.format(request_id))
+        except Exception as error:  # the status is sent: the rest is said here
+            told = await self._served.fault(request_id, error)
+            end = last_events(told.status, str(told))
         await write(end, more=False)
 
     def _news(
