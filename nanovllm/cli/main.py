@@ -24,6 +24,7 @@ COMMANDS: dict[str, ModuleType] = {
     "report": report,
     "info": info,
 }  # in the order of --help
+OPERANDS = {"serve": " [MODEL]", "report": " TRACE"}  # of commands that have one, for their usage
 USAGE_ERROR, INTERRUPTED = 2, 130  # exit codes; the latter is a shell's for Ctrl-C
 
 
@@ -78,7 +79,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         summary, _, details = (module.__doc__ or "").partition("\n\n")
         command = parsers[name] = commands.add_parser(
             name,
-            usage=f"nanovllm {name} [options]",
+            usage=f"nanovllm {name} [options]{OPERANDS.get(name, '')}",
             help=summary.rstrip("."),
             description=f"{summary}\n\n{details}",
             formatter_class=argparse.RawDescriptionHelpFormatter,

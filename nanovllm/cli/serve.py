@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grace",
-        type=number,
+        type=seconds,
         default=20.0,
         metavar="SECONDS",
         help="time that open requests have at the end (20)",
@@ -86,11 +86,15 @@ def run(args: argparse.Namespace) -> int:
         from nanovllm.serve.server import Server, bind
     except ImportError as error:
         raise ValueError(
-            f'the package {error.name} is missing: pip install "starlette>=0.40" "uvicorn>=0.29"'
+            f'the package {error.name} is missing: pip install "nanovllm[serve]" (".[serve]" in a '
+            "clone)"
         ) from None
-    keys = args.api_key or [key for key in [os.environ.get(KEY)] if key]
+    given = args.api_key or [key for key in [os.environ.get(KEY)] if key]
+    keys = [key.strip() for key in given]  # a file's newline at its end, say
     if not all(keys):
-        raise ValueError("`--api-key` must not be empty, got ''")
+        raise ValueError(f"`{'--api-key' if args.api_key else KEY}` must not be empty or blank")
+    if not all(args.served_model_name or ["any"]):
+        raise ValueError("`--served-model-name` must not be empty, got ''")
     if not args.host:
         raise ValueError("`--host` must not be empty, got '': 0.0.0.0 is any address")
     if not keys and not is_loopback(args.host):
@@ -124,6 +128,14 @@ def port(text: str) -> int:
     value = int(text) if text.isdecimal() else -1
     if not 0 <= value < 1 << 16:
         raise argparse.ArgumentTypeError(f"must be between 0 and 65535, got {text!r}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A time that is not negative."""
+    value = number(text)
+    if not value >= 0:  # nor nan
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return value
 
 

@@ -31,6 +31,7 @@ from nanovllm.openai.tools import (
 from nanovllm.requests.inputs import encode
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import shown
+from nanovllm.utils.options import Foreign, only
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
@@ -50,6 +51,9 @@ MAX_FORM = 1 << 16  # characters of a schema or a grammar
 MAX_REGEX = 1 << 12  # of a regular expression, which may take the square of its length
 REGEX = re.compile(r"/(?:\\.|[^/\\\n])+/")  # in a grammar
 DEFAULT_TOKENS = 16  # of a completion that says nothing, as OpenAI's
+BY_TEMPLATE: Foreign = {
+    "add_special_tokens": (only(None, False), "the chat template writes them"),
+}
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,11 @@ async def read_ask(llm: "AsyncLLM", fields: Fields, *, is_chat: bool, interval: 
     return ask
 
 
-def read_messages(fields: Fields) -> tuple[Any, dict[str, Any]]:
+def read_messages(llm: "AsyncLLM", fields: Fields) -> tuple[Any, dict[str, Any]]:
     """Take the messages of a chat, and arguments of `AsyncLLM.render`, which checks the rest."""
+    if not getattr(llm.tokenizer, "chat_template", None):
+        raise ValueError("this model has no chat template: use /v1/completions")
+    fields.refuse(BY_TEMPLATE)
     effort = fields.take("reasoning_effort")
     messages, options = read_chat(fields)
     check_tools(options.get("tools", []))
@@ -218,7 +225,7 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
     shows_reasoning = fields.take_bool("include_reasoning", True)
     several = fields.take_bool("parallel_tool_calls", True)
     choice = fields.take("tool_choice")
-    messages, options = read_messages(fields)
+    messages, options = read_messages(llm, fields)
     tools = options.pop("tools", None) or []
     called = called_tools(tools, choice)
     params = read_sampling(fields, CHAT, replace(ask.params, max_tokens=None))

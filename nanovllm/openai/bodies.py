@@ -51,6 +51,7 @@ UNSUPPORTED: Foreign = {
     "suffix": (only(None, ""), "put it into the prompt"),
     "thinking_token_budget": (only(None), "pass max_tokens"),
     "tool_choice": (only(None, "none", "auto"), "the model chooses: leave it out"),
+    "use_beam_search": (only(None, False), "the library has LLM.beam_search"),
     "verbosity": (only(None, "medium"), "say it in the messages"),
     "vllm_xargs": (only(None, {}), "there are no other parameters"),
     "web_search_options": (only(None), "nothing is searched"),
@@ -64,6 +65,8 @@ SENT_AS: Mapping[str, Sequence[str]] = {
     "grammar": ["response_format", "tools"],  # after reasoning, and of tools that must be called
     "prompt": ["messages", "input"],
 }
+# How an error begins about a member of `structured_outputs` that there is not.
+NO_MEMBER = re.compile(r"StructuredOutputsParams\(\) has no option `(.*?)`; ", re.DOTALL)
 
 
 class Fields:
@@ -178,6 +181,8 @@ def named_as_sent(names: Collection[str]) -> Iterator[None]:
 def as_sent(message: str, names: Collection[str]) -> str:
     """A message that begins with a parameter, under the name that a body with these has for it."""
     message = message.replace("`sampling_params.", "`")
+    if wrong := NO_MEMBER.match(message):
+        return f"`structured_outputs.{wrong[1]}` is not supported: {message[wrong.end() :]}"
     own = re.match(r"`(\w+)", message)
     if own is None:
         return message
@@ -216,6 +221,6 @@ def _read_form(fields: Fields) -> dict[str, Any] | None:
 def _read_chat_logprobs(fields: Fields) -> int | None:
     """The number of `top_logprobs` if `logprobs` is true, as it is in a chat."""
     is_wanted, count = fields.take_bool("logprobs"), fields.take_int("top_logprobs", 0)
-    if count is not None and not is_wanted:
+    if count and not is_wanted:
         raise ValueError(f"`{fields.where}top_logprobs` needs `logprobs` true, got false")
     return (count or 0) if is_wanted else None

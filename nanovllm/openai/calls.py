@@ -90,6 +90,8 @@ class Splitter:
         self._text, self._is_end = "", False  # text not told yet, and whether it is all
         self._told: dict[str, str] = {}
         self._calls: list[Call] = []
+        # Whether content was told, and whether a call came after it.
+        self._has_content = self._is_parted = False
         self.is_reasoning: bool | None = None
         self._reader = self._read(may_reason, is_reasoning, may_call)
 
@@ -118,6 +120,7 @@ class Splitter:
                 CALL if may_call else None, "content", is_after_tag=is_after_tag
             )
             is_after_tag = yield from self._read_call(newlines)
+            self._is_parted = is_after_tag and self._has_content
 
     def _read_up_to(
         self, tag: str | None, kind: str, *, is_after_tag: bool
@@ -135,7 +138,7 @@ class Splitter:
             told = self._text[:end]
             if at >= 0:
                 told = told.rstrip("\n")
-            self._told[kind] += told
+            self._tell(kind, told)
             is_after_tag = is_after_tag and not told
             if tag and at >= 0:
                 newlines = self._text[len(told) : at]
@@ -143,6 +146,13 @@ class Splitter:
                 return newlines
             self._text = "" if self._is_end else self._text[end:]
             yield
+
+    def _tell(self, kind: str, text: str) -> None:
+        """Tell text; content on both sides of a call stands on two lines."""
+        if kind == "content" and text:
+            text = f"\n{text}" if self._is_parted else text
+            self._has_content, self._is_parted = True, False
+        self._told[kind] += text
 
     def _certain(self, tag: str) -> int:
         """Number of characters that neither begin the tag nor are newlines before it."""
@@ -171,7 +181,7 @@ class Splitter:
                     continue
             if call is None:
                 said = said.partition(CALL_END)[0]
-                self._told["content"] += newlines + CALL + said
+                self._tell("content", newlines + CALL + said)
                 self._text = self._text[len(said) :]
                 return False
             self._calls.append(call)

@@ -6,6 +6,7 @@ engine.
 
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -34,6 +35,7 @@ ARGUMENTS = {  # arguments of apply_chat_template, which are not the caller's va
     *("conversation", "messages", "tools", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message"),
 }
+WARNED: weakref.WeakSet[Any] = weakref.WeakSet()  # tokenizers whose users have been warned
 JINJA = ("<template>", "<unknown>")  # file names of templates in frames; "<unknown>": unparsable
 
 
@@ -93,7 +95,7 @@ class ChatRenderer:
                 f"`chat_template_kwargs` must hold variables of the template, got {taken[0]!r}: "
                 "pass the arguments of chat() by themselves"
             )
-        self._tokenizer, self._images, self._has_warned = tokenizer, images, False
+        self._tokenizer, self._images = tokenizer, images
         self._max_chars = max_chars
         self._has_developer = "developer" in str(chat_template or tokenizer.chat_template)
         self._options = {
@@ -152,8 +154,8 @@ class ChatRenderer:
                 texts.append(self._apply(with_calls(probe, form)))
                 if PROBE in texts[-1] and f"{{'{PROBE}'" not in texts[-1]:
                     return form
-        if texts and not self._has_warned:
-            self._has_warned = True  # once is enough for many conversations
+        if texts and self._tokenizer not in WARNED:
+            WARNED.add(self._tokenizer)  # once is enough for many conversations
             logger.warning(
                 "the chat template leaves out the arguments of `tool_calls`, first in `%s`", name
             )

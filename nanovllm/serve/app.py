@@ -17,7 +17,7 @@ from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.answers import dumps
 from nanovllm.openai.asks import MAX_IDS, encode_prompts, read_messages
-from nanovllm.requests.inputs import check_vocabulary, whole_numbers
+from nanovllm.requests.inputs import check_vocabulary
 from nanovllm.serve.errors import (
     RefusedError,
     error_response,
@@ -143,8 +143,12 @@ class Service:
         with mistakes():
             shows = fields.take_bool("return_token_strs")
             text = fields.take("prompt")
-            if text is None:
-                messages, options = read_messages(fields)
+            has_messages = not fields.take_if("messages", None)
+            if has_messages == (text is not None):
+                found = "both" if has_messages else "neither"
+                raise ValueError(f"`prompt` or `messages` must be given, got {found}")
+            if has_messages:
+                messages, options = read_messages(self._llm, fields)
                 fields.end(request.url.path)
                 prompt = await self._llm.render(messages, **options)
             else:
@@ -177,7 +181,10 @@ class Service:
                 )
             if tokenizer is None:
                 raise ValueError("`tokens` have no text: the model has no tokenizer")
-            tokens = whole_numbers(tokens, "tokens")
+            if wrong := [item for item in tokens if type(item) is not int]:
+                raise TypeError(
+                    f"`tokens` must be a list of token ids, got {shown(wrong[0])} in it"
+                )
             check_vocabulary("tokens", tokens, len(tokenizer))
         return _json({"prompt": await asyncio.to_thread(tokenizer.decode, tokens)})
 

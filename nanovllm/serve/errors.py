@@ -81,9 +81,7 @@ def error_body(status: int, message: str) -> dict[str, Any]:
 
 def log_refusal(request_id: str, refused: RefusedError) -> None:
     """Log why a request is refused."""
-    logger.info(
-        "request %s is refused (%d): %s", request_id, refused.status, told(str(refused))
-    )
+    logger.info("request %s is refused (%d): %s", request_id, refused.status, told(str(refused)))
 
 
 def error_response(status: int, message: str) -> JSONResponse:

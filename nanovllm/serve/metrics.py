@@ -3,8 +3,8 @@
 
 The time to the first token is counted when it comes, by a clock of the server. Other times are
 those of outputs, counted when requests end. In `inter_token_latency_seconds` each token but the
-first counts with the mean of its request: sum and count are exact. No value of requests has
-embeddings.
+first counts with the mean of its request: sum and count are exact. Embeddings are left out of the
+values of requests; their tokens are counted.
 """
 
 from bisect import bisect_left

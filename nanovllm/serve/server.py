@@ -20,7 +20,7 @@ class Server(uvicorn.Server):
 
     Args:
         app: application.
-        listener: socket that listens; clients that came before the server runs are answered then.
+        listener: socket that listens; connections made before the server runs wait in its backlog.
         grace: seconds for requests that are open.
         greeting: line on standard error when the server runs, before its address.
     """
@@ -37,6 +37,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._app, self._listener, self._grace = app, listener, grace
         self._greeting, self._ends_at = greeting, float("inf")
+        self._has_said = False  # that it drains
 
     def listen(self) -> None:
         """Serve until a signal."""
@@ -54,10 +55,24 @@ class Server(uvicorn.Server):
         grace = 0.0 if self._app.is_draining else self._grace
         self._app.is_draining, self._ends_at = True, time.monotonic() + grace
 
+    def _say(self) -> None:
+        """Say once that open requests are waited for; not in a handler of signals, which may be in
+        the middle of other output.
+        """
+        if not self._has_said and (num_open := self._app.num_open):
+            print(
+                f"nanovllm serve: open requests ({num_open}) are answered first, for at most "
+                f"{self._grace:g} seconds; a second signal ends them",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._has_said = True
+
     async def on_tick(self, counter: int) -> bool:
         """Whether to end; asked ten times a second."""
         if self._app.is_draining:
             self._app.stop_reading()
+            self._say()
         is_late = time.monotonic() > self._ends_at
         if is_late:
             self._app.stop()
@@ -67,7 +82,7 @@ class Server(uvicorn.Server):
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens at an address: before a model is loaded, so that no other server can
-    have the address meanwhile, which sockets share that are bound and do not listen.
+    have the address meanwhile (bound sockets that do not listen may share one).
 
     Raises:
         ValueError: the address cannot be had.

@@ -39,6 +39,10 @@ def read(pieces, may_reason=True, is_reasoning=False, may_call=True):
         ("<think>\n\n</think>\n\nyes", "yes", "", []),
         ("<think>endless\n", "", "endless\n", []),
         ("a <think> b</think>", "a <think> b</think>", "", []),
+        # Content on both sides of calls stands on two lines.
+        (f"a\n{CALL}\nb{CALL}{CALL}\n\nc\n", "a\nb\nc\n", "", [["f", '{"x": 1}']] * 3),
+        (f"{CALL}\nb", "b", "", [["f", '{"x": 1}']]),
+        (f"a{CALL}\n<tool_call>{{}}", "a\n<tool_call>{}", "", [["f", '{"x": 1}']]),
         # The text of a string is no tag and no brace.
         (
             '<tool_call>{"name": "f", "arguments": {"x": "}\\"</tool_call>{"}}</tool_call>',

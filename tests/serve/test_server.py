@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,7 +30,7 @@ from nanovllm.openai.bodies import Fields
 from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, Mistake, RequestOutput
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.serve import guard
-from nanovllm.serve.errors import RefusedError, raise_error
+from nanovllm.serve.errors import DEAD, RefusedError, raise_error
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
 from nanovllm.serve.served import Waiting
 from nanovllm.serve.server import bind
@@ -47,6 +48,7 @@ MANY = ["x" * 400] * 200
 PROMPT_LOGPROBS = {"prompt_logprobs": 20, "max_tokens": 1}
 ECHO = {"echo": True, "logprobs": 20, "n": 8, "temperature": 1, "max_tokens": 1}
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
+SHORT = {"messages": ASK, "max_tokens": 1}
 IGNORED = {"verbosity": "medium", "prompt_cache_retention": "24h", "service_tier": "auto"}
 CUT = {
     "role": "assistant",
@@ -418,6 +420,18 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         (CHAT, {"messages": ASK, "max_tokens": False}, 400, "`max_tokens` must be an integer"),
         (CHAT, {"messages": ASK, **LOGPROBS, "top_logprobs": 21}, 400, "`top_logprobs` must be"),
         (CHAT, {"messages": ASK, "top_logprobs": 2}, 400, "`top_logprobs` needs `logprobs` true"),
+        (CHAT, {**SHORT, "logprobs": False, "top_logprobs": 0}, 200, ""),
+        (CHAT, {**SHORT, "add_special_tokens": False}, 200, ""),
+        ("/tokenize", {"messages": ASK, "add_special_tokens": False}, 200, ""),
+        (CHAT, {**SHORT, "add_special_tokens": True}, 400, "`add_special_tokens` True is not"),
+        (CHAT, {**SHORT, "use_beam_search": True}, 400, "`use_beam_search` True is not supported"),
+        (CHAT, {**SHORT, "use_beam_search": False}, 200, ""),
+        (
+            CHAT,
+            {**SHORT, "structured_outputs": {"jsn": {}}},
+            400,
+            "`structured_outputs.jsn` is not supported: did you mean `json`?",
+        ),
         (CHAT, {"messages": ASK, "logprobs": 1, "top_logprobs": 2}, 400, "`logprobs` must be True"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, 400, "`messages` must"),
         ("/v1/embeddings", {"input": [1] * 600}, 400, "`input` must"),
@@ -475,6 +489,9 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         ("/tokenize", {"prompt": 3}, 400, "`prompt` must be a text"),
         ("/detokenize", {"tokens": [-1]}, 400, "`tokens` must hold token ids"),
         ("/detokenize", {"tokens": "a"}, 400, "`tokens` must be a list"),
+        ("/detokenize", {"tokens": [1, "a"]}, 400, "must be a list of token ids, got 'a' in it"),
+        ("/tokenize", {}, 400, "`prompt` or `messages` must be given, got neither"),
+        ("/tokenize", {"prompt": "a", "messages": ASK}, 400, "must be given, got both"),
         ("/v1/responses", {}, 404, "/v1/models/NAME, /health"),
         ("/health", {}, 405, "Method Not Allowed"),
     ],
@@ -734,20 +751,73 @@ def test_models_with_other_names_have_labels_that_can_be_read():
 # -- the end --------------------------------------------------------------------------------------
 
 
-def test_health_says_when_the_engine_is_dead(monkeypatch):
-    with serving() as place:
+def check_dead(place, caplog, capfd, cause):
+    """All is refused by one sentence, and the log has one traceback."""
+    answers = [place.get("/health"), place.get("/metrics")]
+    answers += [place.post(path, GOOD[path]) for path in POSTS]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, DEAD)
+    said = caplog.text + capfd.readouterr().err  # where uvicorn logs
+    assert said.count("Traceback") == 1 and said.count("the engine has failed\n") == 1
+    assert cause in said
+
+
+def test_health_says_when_a_worker_of_an_idle_engine_has_died(caplog, capfd):
+    with serving(tensor_parallel_size=2, device="cpu") as place:
         assert place.get("/health").content == b""
-        asyncio.run(place.llm._call(LLM.exit))  # as by an error that closes it
-        assert place.get("/health").status_code == 503
-        answer = place.post(CHAT, {"messages": ASK}, **{"X-Request-Id": "mine"})
-        message = answer.json()["error"]["message"]
-        assert answer.status_code == 500 and "internal error" in message and "mine" in message
-        assert "RuntimeError" not in message and "closed" not in message
+        [worker] = asyncio.run(place.llm._call(lambda llm: llm.executor._workers._workers))
+        os.kill(worker.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE
+        while place.get("/health").status_code == 200:
+            assert time.monotonic() < deadline
+        check_dead(place, caplog, capfd, "the worker of rank 1 was killed by SIGKILL")
+
+
+def test_health_says_when_no_replica_is_left(caplog, capfd):
+    """Where none may be restarted: weights have been updated, say."""
+    with serving(data_parallel_size=2, device="cpu") as place:
+        replicas = asyncio.run(place.llm._call(lambda llm: llm.executor))
+        deadline = time.monotonic() + PATIENCE
+        first, second = [each.process for each in replicas._replicas.values()]
+        first.kill()
+        first.wait()
+        replicas.keep_as_they_are()
+        assert place.get("/health").status_code == 200
+        second.kill()
+        while place.get("/health").status_code == 200:
+            assert time.monotonic() < deadline
+        check_dead(place, caplog, capfd, "was killed by SIGKILL")
+
+
+def test_requests_that_meet_the_end_of_the_engine_are_told_of_it(monkeypatch, caplog, capfd):
+    """Streams that have begun, too, by their last events."""
+    with serving(overlap=False) as place, ThreadPoolExecutor(3) as pool:
+        steps = Steps(monkeypatch)
+        stream = pool.submit(place.post, CHAT, {"messages": ASK, "stream": True, **LONG})
+        steps.wait()
+        steps.let(1)
+        steps.wait()
+        others = [pool.submit(place.post, CHAT, {"messages": ASK, **LONG}) for _ in range(2)]
+        while place.app.num_open < 3:
+            assert place.get("/version").status_code == 200
+
+        def broken(*_):
+            steps.llm.executor.is_broken = True
+            raise ValueError("a rank has lost its way")
+
+        monkeypatch.setattr(steps.llm.executor, "run", broken)
+        steps.let_any()
+        assert DEAD in stream.result(PATIENCE).text
+        for other in others:
+            assert other.result(PATIENCE).status_code == 503
+        check_dead(place, caplog, capfd, "ValueError: a rank has lost its way")
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, ImportError, RecursionError])
-def test_a_fault_of_the_engine_is_no_mistake_of_the_client(error, place, monkeypatch, caplog):
-    """Whatever its type; and the log has it."""
+def test_a_fault_of_the_engine_is_no_mistake_of_the_client(
+    error, place, monkeypatch, caplog, capfd
+):
+    """Whatever its type; and the log has it, once."""
 
     def failing(_):
         raise error("`x` of ours")
@@ -757,6 +827,7 @@ def test_a_fault_of_the_engine_is_no_mistake_of_the_client(error, place, monkeyp
         answer = place.post(path, GOOD[path], **{"X-Request-Id": "mine"})
         assert (answer.status_code, "of ours" in answer.text) == (500, False)
         assert "request mine has failed" in caplog.text and "`x` of ours" in caplog.text
+        assert "Traceback" not in capfd.readouterr().err, "of uvicorn"
         caplog.clear()
 
 
@@ -837,7 +908,7 @@ def start(*args, **environment):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, rare(signal.SIGINT)])
 def test_the_command_drains_at_a_signal(number):
-    process, url = start(NANOVLLM_API_KEY="k")
+    process, url = start(NANOVLLM_API_KEY="k\n")
     try:
         options = {"headers": {"Authorization": "Bearer k"}, "timeout": PATIENCE}
         names = httpx.get(f"{url}/v1/models", **options).json()["data"]
@@ -851,7 +922,8 @@ def test_the_command_drains_at_a_signal(number):
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert process.wait(PATIENCE) == 0
-        assert [line for line in process.stderr if "CPU contention" not in line] == []
+        [said] = [line for line in process.stderr if "CPU contention" not in line]
+        assert "open requests (1) are answered first, for at most 20 seconds; a second" in said
     finally:
         process.kill()
         process.stderr.close()
@@ -870,6 +942,15 @@ def test_what_the_command_refuses_before_a_model_is_loaded(monkeypatch, capsys):
     assert "`--api-key` must not be empty" in capsys.readouterr().err
     assert main(["serve", "--port", "0", "--host", ""]) == 2
     assert "`--host` must not be empty" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--served-model-name", ""]) == 2
+    assert "`--served-model-name` must not be empty" in capsys.readouterr().err
+    for grace in ("nan", "-1"):
+        with pytest.raises(SystemExit):
+            main(["serve", "--port", "0", "--grace", grace])
+        assert f"--grace: must be at least 0, got {grace}" in capsys.readouterr().err
+    monkeypatch.setenv("NANOVLLM_API_KEY", "\n")
+    assert main(["serve", "--port", "0"]) == 2, "which would be open to all"
+    assert "`NANOVLLM_API_KEY` must not be empty or blank" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["serve", "--port", "99999"])
     assert "between 0 and 65535" in capsys.readouterr().err
@@ -883,7 +964,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["serve"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and 'pip install "starlette>=0.40" "uvicorn>=0.29"' in said
+    assert said.count("\n") == 1 and 'pip install "nanovllm[serve]"' in said
 
 
 def test_who_listens_beyond_this_machine_without_a_key_is_told(monkeypatch, capsys):
