@@ -6,7 +6,6 @@ engine.
 
 import logging
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -35,7 +34,7 @@ ARGUMENTS = {  # arguments of apply_chat_template, which are not the caller's va
     *("conversation", "messages", "tools", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message"),
 }
-WARNED: weakref.WeakSet[Any] = weakref.WeakSet()  # tokenizers whose users have been warned
+WARNED: set[str] = set()  # templates whose users have been warned: renderers are made by the call
 JINJA = ("<template>", "<unknown>")  # file names of templates in frames; "<unknown>": unparsable
 
 
@@ -97,7 +96,8 @@ class ChatRenderer:
             )
         self._tokenizer, self._images = tokenizer, images
         self._max_chars = max_chars
-        self._has_developer = "developer" in str(chat_template or tokenizer.chat_template)
+        self._template = str(chat_template or tokenizer.chat_template)
+        self._has_developer = "developer" in self._template
         self._options = {
             **variables,
             "tools": tools and [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
@@ -154,8 +154,8 @@ class ChatRenderer:
                 texts.append(self._apply(with_calls(probe, form)))
                 if PROBE in texts[-1] and f"{{'{PROBE}'" not in texts[-1]:
                     return form
-        if texts and self._tokenizer not in WARNED:
-            WARNED.add(self._tokenizer)  # once is enough for many conversations
+        if texts and self._template not in WARNED:
+            WARNED.add(self._template)  # once is enough for many conversations
             logger.warning(
                 "the chat template leaves out the arguments of `tool_calls`, first in `%s`", name
             )

@@ -145,8 +145,8 @@ class Service:
             text = fields.take("prompt")
             has_messages = not fields.take_if("messages", None)
             if has_messages == (text is not None):
-                found = "both" if has_messages else "neither"
-                raise ValueError(f"`prompt` or `messages` must be given, got {found}")
+                given = "both" if has_messages else "neither"
+                raise ValueError(f"`prompt` or `messages` must be given, got {given}")
             if has_messages:
                 messages, options = read_messages(self._llm, fields)
                 fields.end(request.url.path)

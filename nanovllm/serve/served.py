@@ -98,32 +98,33 @@ class Served:
         self.llm, self.names, self.interval = llm, names, interval
         self.waiting = Waiting(max_waiting)
         self.metrics = ServerMetrics(names[0], llm.max_model_len)
-        self._has_logged_end = False
+        self._end_logged = 0  # of the engine: 1 for its reason, 2 for an error with its traceback
 
     async def check_engine(self) -> None:
         """RefusedError if the engine cannot compute any more."""
         try:
             await self.llm.check_health()
         except RuntimeError as error:
-            self._log_end(error)
+            self._log_end(error, trace=None)
             raise RefusedError(503, DEAD) from error
 
     async def fault(self, request_id: str, error: Exception) -> RefusedError:
-        """What a client is told of an error of ours; the log has the error itself, and that which
-        has ended the engine once.
+        """What a client is told of an error of ours; the log has the error itself, once if it has
+        ended the engine.
         """
         try:
             await self.llm.check_health()
         except RuntimeError:
-            self._log_end(error)
+            self._log_end(error, trace=error)
             return RefusedError(503, DEAD)
         logger.error("request %s has failed", request_id, exc_info=error)
         return RefusedError(500, INTERNAL.format(request_id))
 
-    def _log_end(self, error: Exception) -> None:
-        if not self._has_logged_end:
-            self._has_logged_end = True
-            logger.error("the engine has failed", exc_info=error)
+    def _log_end(self, error: Exception, trace: Exception | None) -> None:
+        known = 1 if trace is None else 2
+        if self._end_logged < known:
+            self._end_logged = known
+            logger.error("the engine has failed: %s", error, exc_info=trace)
 
     async def read(self, request: Request) -> Fields:
         """The fields of a request, without `model`, which is checked.

@@ -59,6 +59,8 @@ def test_help_answers_before_torch_is_imported() -> None:
     done = run(sys.executable, "-c", code)
     assert done.stderr == "[]\n"
     assert done.stdout.count("usage: nanovllm") == 1 + len(COMMANDS)
+    for usage in ("serve [options] [MODEL]\n", "report [options] TRACE\n", "info [options]\n"):
+        assert f"usage: nanovllm {usage}" in done.stdout
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))
