@@ -270,7 +270,7 @@ def test_json_of_a_call_is_kept_where_the_template_takes_it(llm):
 
 def test_a_template_without_calls_is_warned_of_once(llm, caplog):
     call = {"function": {"name": "f", "arguments": "{}"}}
-    plain = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"
+    plain = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"  # here alone
     for _ in range(2):
         llm.chat([conversation(call)] * 3, greedy(1), use_tqdm=False, chat_template=plain)
     [said] = [record.getMessage() for record in caplog.records if "tool_calls" in record.msg]
