@@ -146,7 +146,7 @@ def test_a_client_that_goes_frees_its_blocks_within_two_steps(streams, monkeypat
 
 def test_a_hundred_clients_are_killed():
     """In the middle of their answers, with several prompts and without streams, too."""
-    with serving(num_kvcache_blocks=1600) as place:
+    with serving(num_kvcache_blocks=3600) as place:
         kill_hundred(place)
 
 
@@ -160,7 +160,7 @@ def kill_hundred(place):
     connections = []
     for i in range(100):
         path, body = kinds[i % 2 if i < 90 else 2 + i % 2]
-        connections.append(raw_request(place, {**body, **LONG, "max_tokens": 200}, path))
+        connections.append(raw_request(place, {**body, **LONG, "max_tokens": 450}, path))
     for connection in connections[:20:2]:
         assert connection.recv(4) == b"HTTP"
     while (before := place.metrics())["num_running"] + before["num_waiting"] < 100:
