@@ -32,6 +32,7 @@ from nanovllm import (
     StructuredOutputsParams,
     share_weights,
 )
+from nanovllm.utils.options import Absent
 
 PROMPT, ANSWER = "127+345=", "472"
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "num_kvcache_blocks": 64, "max_num_seqs": 16}
@@ -254,7 +255,7 @@ def closing(llm: LLM) -> None:
     assert llm.is_closed
 
 
-ABSENT = {"init_weight_transfer_engine", "reload_weights", "collective_rpc"}
+ABSENT = {name for name in dir(LLM) if isinstance(getattr(LLM, name), Absent)}
 # Checks of the public methods and properties; `closing` comes last.
 METHODS: dict[Callable[[LLM], None], set[str]] = {
     fields: {"generate"},
