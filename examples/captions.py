@@ -33,8 +33,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="pictures, also in subfolders")
     parser.add_argument("--model", required=True, help="directory of a checkpoint, or its name")
     parser.add_argument("--output", default="captions.jsonl", help="(captions.jsonl)")
-    question = "Describe this picture in one sentence."
-    parser.add_argument("--question", default=question, help=f"({question})")
+    parser.add_argument("--question", default="Describe this picture.", help="(%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of a caption (64)")
     parser.add_argument("--max-pixels", type=int, help="of a picture; larger ones are scaled down")
     args = parser.parse_args()

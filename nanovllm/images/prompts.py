@@ -107,8 +107,8 @@ class ImagePrompts:
         self.fetches = media.fetches
 
     def find(self, given: Any, name: str, count: int) -> Any:
-        """The image in a message, the `count`-th of its conversation. Strings and paths
-        name what `Media.find` allows, also as the `path` of a dictionary.
+        """The image in a message, the `count`-th of its conversation. Strings name what
+        `Media.find` allows, also as the `path` of a dictionary; a Path is the program's own.
 
         Raises:
             TypeError, ValueError: if it must not be read, or is one too many, which is not fetched.
@@ -118,7 +118,7 @@ class ImagePrompts:
             raise ValueError(f"`{name}` must be one of at most {limit} ({LIMIT})")
         if isinstance(given, Mapping):
             given, name = unwrap(given, name)
-        given = os.fspath(given) if isinstance(given, os.PathLike) else given
+            given = os.fspath(given) if isinstance(given, os.PathLike) else given
         return self._media.find(given, name) if isinstance(given, str) else given
 
     def open(self, data: Any, limits: Any, name: str) -> list[SizedPicture]:
