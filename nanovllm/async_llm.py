@@ -35,7 +35,7 @@ from nanovllm.outputs import (
 from nanovllm.requests.chat import ChatRenderer, Conversation, Tool
 from nanovllm.requests.inputs import max_characters
 from nanovllm.requests.news import AllNews, News
-from nanovllm.requests.renderings import THREADS
+from nanovllm.requests.renderings import fetching_threads
 from nanovllm.sampling.structured_output import Grammar
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.threads.daemons import Daemons
@@ -88,7 +88,7 @@ class AsyncLLM:
             self.max_chars = max_characters(self.tokenizer, self.max_model_len)
         self._image_prompts, self._intake = llm.image_prompts, llm._intake
         # Seconds of some, for which the work of the loops' own threads must not wait.
-        self._fetching = Daemons("nanovllm-fetch", THREADS)
+        self._fetching = fetching_threads()
         self._compiling = Daemons("nanovllm-forms", COMPILING_FORMS)
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()

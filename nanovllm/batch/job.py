@@ -10,8 +10,9 @@ images of hosts, threads render them, and other rows pass meanwhile.
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -29,6 +30,7 @@ from nanovllm.requests.chat import ChatRenderer
 from nanovllm.requests.json_params import PARAMETERS
 from nanovllm.requests.renderings import fetching_threads
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.threads.daemons import Daemons
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +129,7 @@ class _Job:
         self._model = Path(llm.config.model).name
         self._max_running = llm.config.max_num_seqs * llm.config.data_parallel_size
         self._in_flight: dict[int, tuple[Row, SamplingParams]] = {}
-        self._threads: ThreadPoolExecutor | None = None  # in a job whose messages may name hosts
+        self._threads: Daemons | None = None  # in a job whose messages may name hosts
         self._rendering: dict[Future[Any], tuple[Row, SamplingParams]] = {}
         self._order: deque[bytes] = deque()  # keys of rows whose result has not been yielded
         self._ramp = BETWEEN_STEPS  # so that the first steps do not wait for all rows that can run
@@ -206,7 +208,7 @@ class _Job:
             elif self._threads is None:
                 self._queue(_render(self.renderer(ask.chat), ask), row, ask.params)
             else:
-                prompt = self._threads.submit(_render, self.renderer(ask.chat), ask)
+                prompt = self._threads.submit(partial(_render, self.renderer(ask.chat), ask))
                 self._rendering[prompt] = row, ask.params
         except NoPillowError:
             raise  # every row with images would fail, and count as finished

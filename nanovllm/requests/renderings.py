@@ -3,25 +3,20 @@ once. Imports no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
+
+from nanovllm.threads.daemons import Daemons
 
 T = TypeVar("T")
 
 THREADS = 16  # they wait for hosts more than they compute
 
 
-@contextmanager
-def fetching_threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads that render. Work that has not begun at the end of the block is dropped; nobody waits
-    for the rest, which `Fetcher` bounds.
-    """
-    pool = ThreadPoolExecutor(THREADS, "nanovllm-fetch")
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+def fetching_threads() -> Daemons:
+    """Threads that render; `Fetcher` bounds their calls."""
+    return Daemons("nanovllm-fetch", THREADS)
 
 
 @contextmanager
@@ -35,7 +30,9 @@ def rendered_ahead(
         conversations: conversations, keyed by their names.
     """
     with fetching_threads() as pool:
-        ahead = {name: pool.submit(render, given, name) for name, given in conversations.items()}
+        ahead = {
+            name: pool.submit(partial(render, given, name)) for name, given in conversations.items()
+        }
 
         def take(_: T, name: str) -> Any:
             return ahead.pop(name).result()

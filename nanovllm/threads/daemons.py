@@ -6,12 +6,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from typing_extensions import Self
+
 T = TypeVar("T")
 
 
 class Daemons:
     """A few threads, each while there are calls for it. The process may end before their calls do,
-    unlike with those of `concurrent.futures` and `asyncio.to_thread`.
+    unlike with those of `concurrent.futures` and `asyncio.to_thread`. At the end of a `with` block
+    calls that have not begun are dropped.
 
     Args:
         name: name of the threads.
@@ -22,6 +25,16 @@ class Daemons:
         self._name, self._max_threads, self._num_threads = name, max_threads, 0
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._lock = threading.Lock()  # guards the number of threads, and the calls
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            left = [future for future, _ in self._calls]
+            self._calls.clear()
+        for future in left:
+            future.cancel()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Have a function called. Cancelling the future drops a call that has not begun."""
