@@ -381,7 +381,7 @@ class Config:
 
 
 def _shown_adapter(given: Any) -> str:
-    """What is no list of adapters, without the values of tensors."""
+    """A wrong value of `adapter` in short, without the values of tensors."""
     if isinstance(given, Mapping):
         return type(given).__name__
     if not isinstance(given, (list, tuple)):

@@ -41,7 +41,7 @@ class Core(ABC, Generic[R]):
             Streams use it: Python may collect their generator in the middle of another call, where
             aborting is unsafe.
         meanwhile: function called in each step before the wait for its results: its work, in
-            whatever thread, goes on while the device computes.
+            any thread, goes on while the device computes.
         turn: sign by which other threads wait while a step is prepared or booked, where the device
             computes meanwhile.
         is_held: whether nothing is computed until `release`.

@@ -405,7 +405,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         # A step in flight may still write the sequence's last block and its slot. The next
-        # owner writes them in a later step, and reads only what it has written.
+        # owner writes them in a later step, and reads only its own tokens.
         self.block_manager.deallocate(seq)
         self.images.release(seq)
         seq.num_computed_tokens = 0

@@ -113,8 +113,7 @@ def _file(given: str | bytes, name: str) -> Picture:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"`{name}` cannot be read: {what}: {reason}") from None
+        raise ValueError(f"`{name}` cannot be read: {what}: {_reason(error)}") from None
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"`{name}` must be a file, got {what}, which is something else")
     if not status.st_size:
@@ -122,6 +121,11 @@ def _file(given: str | bytes, name: str) -> Picture:
     size = _peek(path, name, what)
     source = str(path.absolute()), status.st_mtime_ns, status.st_size
     return Picture(*size, source, lambda: _load(path, size, OF_ROW, what))
+
+
+def _reason(error: Exception) -> str:
+    """An error's text, without the path that the system's own repeat."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _encoded(data: bytes, name: str, beside: int = 0) -> Picture:
@@ -220,8 +224,7 @@ def _opened(file: Any, name: str, what: str) -> Iterator[Any]:
     except RefusedError:
         raise
     except BROKEN as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise ValueError(f"`{name}` cannot be read: {what}: {reason}") from None
+        raise ValueError(f"`{name}` cannot be read: {what}: {_reason(error)}") from None
 
 
 def _peek(file: Any, name: str, what: str) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 attention and MLP as well as before them.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -13,11 +15,19 @@ from nanovllm.layers.sequence_parallel import Residual
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 
 
+class Norms(NamedTuple):
+    """The names of a layer's norms."""
+
+    before_attention: str
+    after_attention: str
+    before_mlp: str
+    after_mlp: str
+
+
 class Gemma2DecoderLayer(nn.Module):
     """x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))"""
 
-    # Before and after attention, before and after the MLP.
-    norms = (
+    norms = Norms(
         "input_layernorm",
         "post_attention_layernorm",
         "pre_feedforward_layernorm",
@@ -28,26 +38,27 @@ class Gemma2DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Qwen3Attention(config, i, rope, build.at("self_attn"))
         self.mlp = Qwen3MLP(config, build.at("mlp"))
-        before, after, before_mlp, after_mlp = self.norms
-        self.add_module(before, norm(config, build, act_block=self.self_attn.qkv_proj.act_block))
-        self.add_module(after, norm(config, build))
-        self.add_module(before_mlp, norm(config, build, act_block=self.mlp.act_block))
-        self.add_module(after_mlp, norm(config, build))
+        names, block = self.norms, self.self_attn.qkv_proj.act_block
+        self.add_module(names.before_attention, norm(config, build, act_block=block))
+        self.add_module(names.after_attention, norm(config, build))
+        self.add_module(names.before_mlp, norm(config, build, act_block=self.mlp.act_block))
+        self.add_module(names.after_mlp, norm(config, build))
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual
     ) -> tuple[torch.Tensor, Residual]:
-        before, after, before_mlp, after_mlp = (getattr(self, name) for name in self.norms)
-        hidden, residual = before.add_forward(hidden, residual)
-        hidden = after.whole_forward(self.self_attn(positions, hidden))
-        hidden, residual = before_mlp.add_forward(hidden, residual)
-        return after_mlp.whole_forward(self.mlp(hidden)), residual
+        names = self.norms
+        hidden, residual = getattr(self, names.before_attention).add_forward(hidden, residual)
+        hidden = self.self_attn(positions, hidden)
+        hidden = getattr(self, names.after_attention).whole_forward(hidden)
+        hidden, residual = getattr(self, names.before_mlp).add_forward(hidden, residual)
+        return getattr(self, names.after_mlp).whole_forward(self.mlp(hidden)), residual
 
 
 class Glm4DecoderLayer(Gemma2DecoderLayer):
     """Gemma 2's layer, with other names for its norms."""
 
-    norms = (
+    norms = Norms(
         "input_layernorm",
         "post_self_attn_layernorm",
         "post_attention_layernorm",

@@ -65,7 +65,7 @@ SENT_AS: Mapping[str, Sequence[str]] = {
     "grammar": ["response_format", "tools"],  # after reasoning, and of tools that must be called
     "prompt": ["messages", "input"],
 }
-# How an error begins about a member of `structured_outputs` that there is not.
+# The beginning of an error about an unknown member of `structured_outputs`.
 NO_MEMBER = re.compile(r"StructuredOutputsParams\(\) has no option `(.*?)`; ", re.DOTALL)
 
 

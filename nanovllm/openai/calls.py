@@ -83,7 +83,7 @@ class Splitter:
         may_call: whether calls are looked for.
 
     Attributes:
-        is_reasoning: whether the text is within reasoning, by what is certain; None before any.
+        is_reasoning: whether the text read so far ends within reasoning; None before any.
     """
 
     def __init__(self, *, may_reason: bool, is_reasoning: bool, may_call: bool) -> None:

@@ -109,8 +109,8 @@ class Served:
             raise RefusedError(503, DEAD) from error
 
     async def fault(self, request_id: str, error: Exception) -> RefusedError:
-        """What a client is told of an error of ours; the log has the error itself, once if it has
-        ended the engine.
+        """The refusal that a client gets for an error of ours; the log has the error itself, once
+        if it has ended the engine.
         """
         try:
             await self.llm.check_health()

@@ -1,4 +1,6 @@
-"""`TensorSource`: a tensor in memory, in the place of one in a file; and what it must be."""
+"""`TensorSource`: a tensor in memory, in the place of one in a file. Checks of its layout, and of
+equal values.
+"""
 
 from typing import Any
 

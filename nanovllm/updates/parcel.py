@@ -197,18 +197,14 @@ def describe(name: str, tensor: torch.Tensor) -> Described:
     return Described(name, list(tensor.shape), DTYPES.get(tensor.dtype, str(tensor.dtype)))
 
 
-def room_of(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor takes of a buffer."""
-    return _room(tensor.nbytes)
-
-
-def _room(num_bytes: int) -> int:
+def room_of(num_bytes: int) -> int:
+    """Bytes that a tensor of so many takes of a buffer."""
     return cdiv(max(num_bytes, 1), ALIGNMENT) * ALIGNMENT
 
 
 def begins_of(sizes: Iterable[int]) -> list[int]:
     """The first byte of each tensor in a buffer, by the bytes that each of them has."""
-    return list(accumulate(map(_room, sizes), initial=0))[:-1]
+    return list(accumulate(map(room_of, sizes), initial=0))[:-1]
 
 
 def parcels(
@@ -221,7 +217,7 @@ def parcels(
         A parcel for other processes, and its tensors for this one.
     """
     for some in _loads(tensors, num_bytes):
-        buffer = Buffer(sum(room_of(tensor) for _, tensor in some), some[0][1].device)
+        buffer = Buffer(sum(room_of(tensor.nbytes) for _, tensor in some), some[0][1].device)
         try:
             parcel = buffer.pack(some)
             yield parcel, list(parcel.views(buffer.bytes))
@@ -234,11 +230,12 @@ def _loads(tensors: Iterable[Named], num_bytes: int) -> Iterator[list[Named]]:
     load: list[Named] = []
     size = 0
     for name, tensor in tensors:
-        fits = size + room_of(tensor) <= num_bytes and load and load[0][1].device == tensor.device
+        room = room_of(tensor.nbytes)
+        fits = size + room <= num_bytes and load and load[0][1].device == tensor.device
         if load and not fits:
             yield load
             load, size = [], 0
         load.append((name, tensor))
-        size += room_of(tensor)
+        size += room
     if load:
         yield load

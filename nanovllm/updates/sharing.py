@@ -61,7 +61,7 @@ def share_weights(tensors: Tensors) -> Iterator[dict[str, Any]]:
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "no tensors"
         raise ValueError(f"`tensors` must be of one device, got {found}")
-    buffer = Buffer(sum(room_of(tensor) for _, tensor in named), devices.pop())
+    buffer = Buffer(sum(room_of(tensor.nbytes) for _, tensor in named), devices.pop())
     try:
         yield as_message(_pack(buffer, named))
     finally:
