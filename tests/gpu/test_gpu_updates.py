@@ -94,9 +94,16 @@ with share_weights(load_file(sys.argv[1], device="cuda")) as message:
 """
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.multi_gpu)])
-def test_tensors_of_another_process_by_cuda_ipc(size: int, paths: tuple[Path, Path]) -> None:
-    options = {**OPTIONS, "tensor_parallel_size": size}
+TWO_GPUS: list[dict[str, int]] = [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param(way, marks=pytest.mark.multi_gpu) for way in TWO_GPUS)], ids=str
+)
+def test_tensors_of_another_process_by_cuda_ipc(
+    options: dict[str, int], paths: tuple[Path, Path]
+) -> None:
+    options = {**OPTIONS, **options}
     with LLM(paths[1], **options) as fresh:
         wanted = results(fresh)
     command = [sys.executable, "-c", SENDER, str(paths[1] / "model.safetensors")]
@@ -141,7 +148,7 @@ def test_memory_goes_and_comes(paths: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
+@pytest.mark.parametrize("options", TWO_GPUS, ids=str)
 def test_two_gpus(options: dict[str, int], paths: tuple[Path, Path]) -> None:
     options = {**OPTIONS, **options}
     found = []
