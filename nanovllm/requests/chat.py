@@ -34,7 +34,7 @@ ARGUMENTS = {  # arguments of apply_chat_template, which are not the caller's va
     *("conversation", "messages", "tools", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message"),
 }
-WARNED: set[str] = set()  # templates whose users have been warned: renderers are made by the call
+WARNED: set[tuple[str, str]] = set()  # templates and warnings: renderers are made by the call
 JINJA = ("<template>", "<unknown>")  # file names of templates in frames; "<unknown>": unparsable
 
 
@@ -105,6 +105,12 @@ class ChatRenderer:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
+        if tools and "tools" not in self._template:
+            self._warn_once(
+                "the chat template does not use `tools`, so the model does not see them: use a "
+                "model whose template does, or give one (`chat_template`, or chat_template.jinja "
+                "in the model's directory)"
+            )
 
     def render(
         self, conversation: Any, name: str, images: Mapping[str, Any] | None = None
@@ -154,12 +160,17 @@ class ChatRenderer:
                 texts.append(self._apply(with_calls(probe, form)))
                 if PROBE in texts[-1] and f"{{'{PROBE}'" not in texts[-1]:
                     return form
-        if texts and self._template not in WARNED:
-            WARNED.add(self._template)  # once is enough for many conversations
-            logger.warning(
+        if texts:
+            self._warn_once(
                 "the chat template leaves out the arguments of `tool_calls`, first in `%s`", name
             )
         return arguments_as_object
+
+    def _warn_once(self, message: str, *values: str) -> None:
+        """Warn of the template; once is enough for many conversations."""
+        if (self._template, message) not in WARNED:
+            WARNED.add((self._template, message))
+            logger.warning(message, *values)
 
 
 def name_conversations(messages: Any) -> dict[str, Any]:

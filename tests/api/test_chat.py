@@ -277,6 +277,25 @@ def test_a_template_without_calls_is_warned_of_once(llm, caplog):
     assert said.endswith("arguments of `tool_calls`, first in `messages[0]`")
 
 
+def test_a_template_without_tools_is_warned_of_once(llm, caplog, monkeypatch):
+    """Nobody would know why the model never calls them."""
+    body = "{{ here_alone }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    for tools in (None, [], [WEATHER], [weather]):
+        assert prompt_of(llm, HELLO, tools=tools, chat_template=body) == "[Hi é]"
+    prompt_of(llm, HELLO, tools=[WEATHER], chat_template=QWEN3)
+    [said] = caplog.messages
+    assert said.startswith("the chat template does not use `tools`, so the model does not see them")
+    assert "chat_template.jinja" in said
+    # Named templates, of which `tools` have one.
+    named = {"default": f"{body} ", "tool_use": f"{body}{{{{ tools | length }}}}"}
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", named)
+    assert prompt_of(llm, HELLO, tools=[WEATHER]) == "[Hi é]1"
+    assert len(caplog.messages) == 1
+    named["tool_use"] = f"{body}  "
+    prompt_of(llm, HELLO, tools=[WEATHER])
+    assert len(caplog.messages) == 2
+
+
 NULLS = dict.fromkeys(("refusal", "audio", "function_call", "name", "annotations", "tool_calls"))
 F = {"name": "f", "arguments": '{"a": 1, "b": "é"}'}
 SHOWN = (
