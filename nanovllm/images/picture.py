@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Bytes for a pixel of a picture that is read, which Pillow has several times: measured are 10 for
 # JPEG, 14 for transparent PNG or turned JPEG, 18 for WebP and 19 for transparent palettes.
 READING = 20
+OF_ROW = "image"  # the argument in errors that come later, of one picture for several prompts
 
 
 class NoPillowError(ImportError):

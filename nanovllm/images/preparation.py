@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanovllm.images.image import Image, PlacedImage
-from nanovllm.images.picture import PlacedPicture, SizedPicture
+from nanovllm.images.picture import OF_ROW, PlacedPicture, SizedPicture
 from nanovllm.images.processor import ImageProcessor
 from nanovllm.outputs import Mistake
 from nanovllm.threads.interrupts import uninterrupted
@@ -53,7 +53,7 @@ class Ready(NamedTuple):
     Attributes:
         request_id: id of the request.
         images: its images.
-        error: the error of one of them; None: all are ready.
+        error: the error of one of them, with its index if there are several; None: all are ready.
     """
 
     request_id: int
@@ -352,13 +352,14 @@ class Preparation:
                 self._add_ready(request_id)
 
     def _images(self, request_id: int) -> Ready:
-        images = []
-        for placed in self._requests[request_id]:
+        images, pictures = [], self._requests[request_id]
+        for i, placed in enumerate(pictures):
             prepared = self._jobs[_key(placed.sized)].prepared
             if prepared is not None and prepared.image is not None:
                 images.append(PlacedImage(placed.offset, prepared.image))
-            elif prepared is not None:
-                return Ready(request_id, (), prepared.error)
+            elif prepared is not None and prepared.error is not None:
+                error = prepared.error if len(pictures) == 1 else _numbered(prepared.error, i)
+                return Ready(request_id, (), error)
         return Ready(request_id, tuple(images))
 
 
@@ -377,6 +378,11 @@ def _has_failed(job: _Job) -> bool:
     return job.prepared is not None and job.prepared.image is None
 
 
+def _numbered(error: str, index: int) -> str:
+    """The error of a picture with its index among those of a prompt."""
+    return type(error)(error.replace(f"`{OF_ROW}`", f"`{OF_ROW}[{index}]`", 1))
+
+
 def _prepare(sized: SizedPicture, processor: ImageProcessor, first: int) -> Prepared:
     """Read and resize a picture, in a thread of a pool whose first has this number. Any error is
     that of the picture's requests.
@@ -392,6 +398,6 @@ def _prepare(sized: SizedPicture, processor: ImageProcessor, first: int) -> Prep
     except ValueError as refused:
         error = Mistake(refused)
     except Exception as failed:  # out of memory, say
-        error = f"an image cannot be prepared ({type(failed).__name__}: {failed})"
+        error = f"`{OF_ROW}` cannot be prepared ({type(failed).__name__}: {failed})"
     thread = first + int(threading.current_thread().name.rpartition("_")[2])
     return Prepared(image, error, began_at, time.perf_counter(), thread)

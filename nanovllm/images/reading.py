@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.images.picture import NoPillowError, Picture, unwrap
+from nanovllm.images.picture import OF_ROW, NoPillowError, Picture, unwrap
 from nanovllm.images.urls import data_of_url, path_of_url, scheme, short
 
 MAX_PIXELS = 178_956_970  # of a picture: Pillow's own bound, twice its MAX_IMAGE_PIXELS
@@ -28,7 +28,6 @@ TIFF_WIDTH, TIFF_HEIGHT = 256, 257  # tags
 SWAPPED = (5, 6, 7, 8)  # orientations that exchange height and width
 DEEP = ("I", "F")  # beginnings of Pillow's modes with more than 8 bits, cut off by a conversion
 CHANNELS = (1, 3, 4)
-OF_ROW = "image"  # the argument in errors that come later, of one picture for several prompts
 BROKEN = (
     OSError,
     SyntaxError,

@@ -177,8 +177,12 @@ def test_a_file_that_breaks_off_is_an_error_of_its_row(seeing: LLM, tmp_path: Pa
     after = seeing.metrics()
     assert after["num_images_failed"] - before["num_images_failed"] == 1
     assert after["num_finished"] - before["num_finished"] == 4
+    assert outputs[1].error.startswith("`image` cannot be read: ")
     [streamed] = list(seeing.stream([prompts[1]], GREEDY))
     assert streamed.finished and streamed.error == outputs[1].error
+    several = {"prompt": PICTURE * 3, "multi_modal_data": {"image": [A, cut, B]}}
+    [output] = seeing.generate([several], GREEDY, use_tqdm=False)
+    assert output.error == outputs[1].error.replace("`image`", "`image[1]`"), "which of them"
     with pytest.raises(StopIteration):
         next(iter(seeing.stream([], GREEDY)))
     assert_idle(seeing)

@@ -133,15 +133,20 @@ def test_a_bad_image_is_the_error_of_its_requests(pictures, prepare):
     broken = pictures.make("broken", ValueError("`image` cannot be read: it is broken"))
     preparation.add(0, placed(pictures.make("never"), broken))
     preparation.add(1, placed(pictures.make("good")))
-    preparation.add(2, placed(pictures.make("odd", MemoryError("no room"))))
+    odd = pictures.make("odd", MemoryError("no room"))
+    preparation.add(2, placed(odd))
+    preparation.add(3, placed(broken))
+    preparation.add(4, placed(pictures.make("good"), odd))
     pictures.open("broken", "good", "odd")
-    found = {each.request_id: each for each in ready(preparation, 3)}
-    assert found[0].error == "`image` cannot be read: it is broken" and not found[0].images
+    found = {each.request_id: each for each in ready(preparation, 5)}
+    assert found[0].error == "`image[1]` cannot be read: it is broken" and not found[0].images
+    assert found[3].error == "`image` cannot be read: it is broken", "it has no other"
     assert isinstance(found[0].error, Mistake) and not isinstance(found[2].error, Mistake)
     assert found[1].error is None and len(found[1].images) == 1
-    assert found[2].error == "an image cannot be prepared (MemoryError: no room)"
+    assert found[2].error == "`image` cannot be prepared (MemoryError: no room)"
+    assert found[4].error == "`image[1]` cannot be prepared (MemoryError: no room)"
     assert preparation.counts.num_images_failed == 2
-    preparation.release([0, 1, 2])
+    preparation.release(range(5))
     pictures.open("never")
     drain(preparation)
 
