@@ -39,7 +39,7 @@ class Choice:
     def __init__(self, ask: Ask, index: int, tokenizer: Any) -> None:
         self.index, self.has_begun, self.num_chars = index, False, 0
         self._ask, self._tokenizer, self._num_calls = ask, tokenizer, 0
-        self._token_ids: list[int] = []  # until the reasoning ends
+        self._token_ids: list[int] = []  # while they are or may be reasoning
         self.num_reasoning_tokens = 0
         self._splitter: Splitter | None = None
         if ask.may_reason or ask.may_call:
@@ -56,7 +56,7 @@ class Choice:
         was_reasoning = self._splitter.is_reasoning
         said = self._splitter.feed(part.text, is_end=part.finished())
         if self._ask.may_reason and was_reasoning is not False:
-            self._count_reasoning(part.token_ids, self._splitter.is_reasoning)
+            self._count_reasoning(part.token_ids, self._splitter)
         reasoning = said.reasoning if self._ask.shows_reasoning else ""
         fields = {
             "reasoning": reasoning,  # vLLM's name, and DeepSeek's
@@ -73,19 +73,20 @@ class Choice:
             deltas += [{"tool_calls": [each]} for each in news]
         return deltas
 
-    def _count_reasoning(self, token_ids: list[int], is_reasoning: bool | None) -> None:
+    def _count_reasoning(self, token_ids: list[int], splitter: Splitter) -> None:
         """Count the tokens of the reasoning after more of them, where it is known to be one."""
         self._token_ids += token_ids
-        if is_reasoning is None:
-            return
-        count = len(self._token_ids)
-        if not is_reasoning:  # it ended in these tokens
-            count = bisect_left(
-                range(count),
-                True,
-                key=lambda end: THINK_END in self._tokenizer.decode(self._token_ids[:end]),
-            )
-        self.num_reasoning_tokens = count
+        held, count = self._token_ids, len(self._token_ids)
+        if splitter.has_reasoned:
+            if not splitter.is_reasoning:  # it ended in these tokens
+                count = bisect_left(
+                    range(count),
+                    True,
+                    key=lambda end: THINK_END in self._tokenizer.decode(held[:end]),
+                )
+            self.num_reasoning_tokens = count
+        if splitter.is_reasoning is False:
+            self._token_ids = []
 
     def finish_reason(self, part: CompletionOutput) -> str | None:
         """The `finish_reason` of a chat."""

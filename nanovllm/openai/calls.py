@@ -83,7 +83,8 @@ class Splitter:
         may_call: whether calls are looked for.
 
     Attributes:
-        is_reasoning: whether the text read so far ends within reasoning; None before any.
+        is_reasoning: whether the text read so far ends within reasoning; None: not known yet.
+        has_reasoned: whether it has reasoning.
     """
 
     def __init__(self, *, may_reason: bool, is_reasoning: bool, may_call: bool) -> None:
@@ -93,6 +94,7 @@ class Splitter:
         # Whether content was told, and whether a call came after it.
         self._has_content = self._is_parted = False
         self.is_reasoning: bool | None = None
+        self.has_reasoned = False
         self._reader = self._read(may_reason, is_reasoning, may_call)
 
     def feed(self, text: str, *, is_end: bool = False) -> Said:
@@ -110,8 +112,8 @@ class Splitter:
                 yield
             if is_reasoning := self._text.lstrip().startswith(THINK):
                 self._text = self._text.lstrip()[len(THINK) :]
+        self.is_reasoning = self.has_reasoned = is_reasoning
         if is_reasoning:
-            self.is_reasoning = True
             yield from self._read_up_to(THINK_END, "reasoning", is_after_tag=True)
             self.is_reasoning = False
         is_after_tag = is_reasoning

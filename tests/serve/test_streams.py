@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from http_server import ASK, serving
 
-from nanovllm import TINY, StructuredOutputsParams
+from nanovllm import TINY, CompletionOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.async_llm import _Jobs
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.openai.answers import Answer
+from nanovllm.openai.answers import Answer, Choice
+from nanovllm.openai.asks import Ask
 from nanovllm.openai.tools import calls_form, reasoning_rule, with_reasoning
 from nanovllm.sampling.structured_output import GrammarCompiler
 
@@ -206,6 +207,26 @@ def test_reasoning_is_not_content(variables, said, content, reasoning, whole, pl
     if reasoning:
         ask({**body, "max_tokens": 9})
         assert usages[2]["completion_tokens_details"]["reasoning_tokens"] == 9, "all of them"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "count", "most_held"),
+    [
+        ([" ", "<", "thin", "ks", "a", "</think>", "b"], 0, 6),
+        ([" <think>", "hm", "hm</think>", "b", "c", "</think>"], 20, 10),
+        (["<think>a</think>b", "c"], 16, 0),
+        (["yes</think>", "b"], 0, 0),
+        (["<think>a"], 8, 8),
+    ],
+)
+def test_tokens_are_held_while_they_may_be_reasoning(pieces, count, most_held):
+    """No longer: an answer without reasoning may have many. A token has a character."""
+    ask = Ask(prompts=[], params=SamplingParams(), is_chat=True, may_reason=True)
+    choice, held = Choice(ask, 0, load_tokenizer(TINY)), []
+    for piece in pieces:
+        choice.read(CompletionOutput(0, piece, [*piece.encode()], None))
+        held.append(len(choice._token_ids))
+    assert (choice.num_reasoning_tokens, max(held)) == (count, most_held)
 
 
 def test_a_form_holds_for_what_follows_the_reasoning(place):
