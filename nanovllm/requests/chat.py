@@ -58,25 +58,7 @@ class ChatRenderer:
         chat_template_kwargs: Mapping[str, Any] | None,
         max_chars: int | None = None,
     ) -> None:
-        if tokenizer is None:
-            raise ValueError(
-                "chat() needs a tokenizer, but the model directory has none: pass token ids to "
-                "generate()"
-            )
-        if not isinstance(chat_template, (str, type(None))):
-            raise TypeError(
-                f"`chat_template` must be the text of a template, got {shown(chat_template)}"
-            )
-        if chat_template == "":
-            raise ValueError(
-                "`chat_template` must be the text of a template, got '': pass None for the "
-                "checkpoint's own"
-            )
-        if chat_template is None and not tokenizer.chat_template:
-            raise ValueError(
-                "`chat_template` must be given for a checkpoint that has none, got None: pass one, "
-                "or call generate()"
-            )
+        _check_template(tokenizer, chat_template)
         check_bool("add_generation_prompt", add_generation_prompt)
         check_bool("continue_final_message", continue_final_message)
         if continue_final_message and add_generation_prompt:
@@ -185,6 +167,29 @@ def name_conversations(messages: Any) -> dict[str, Any]:
     if any(isinstance(item, Iterable) and not isinstance(item, (str, Mapping)) for item in items):
         return {f"messages[{i}]": conversation for i, conversation in enumerate(items)}
     return {"messages": items}
+
+
+def _check_template(tokenizer: Any, chat_template: Any) -> None:
+    """Raise unless there is a template, and a tokenizer, which renders it."""
+    if tokenizer is None:
+        raise ValueError(
+            "chat() needs a tokenizer, but the model directory has none: pass token ids to "
+            "generate()"
+        )
+    if not isinstance(chat_template, (str, type(None))):
+        raise TypeError(
+            f"`chat_template` must be the text of a template, got {shown(chat_template)}"
+        )
+    if chat_template == "":
+        raise ValueError(
+            "`chat_template` must be the text of a template, got '': pass None for the "
+            "checkpoint's own"
+        )
+    if chat_template is None and not tokenizer.chat_template:
+        raise ValueError(
+            "`chat_template` must be given for a checkpoint that has none, got None: pass one, "
+            "or call generate()"
+        )
 
 
 def _line_of(error: Exception) -> str:
