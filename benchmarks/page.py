@@ -140,7 +140,7 @@ TABLES = {
     ),
     "streams": Table(
         "Tokens as they come",
-        {"Qwen3-0.6B shape": f"{STREAMS} --dummy qwen3-0.6b --num-requests 1 64"},
+        {"Qwen3-0.6B shape": f"{STREAMS} --dummy qwen3-0.6b --num-requests 1 64 256"},
     ),
     "gpus": Table(
         "Several GPUs",
