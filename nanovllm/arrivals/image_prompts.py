@@ -22,11 +22,13 @@ def read_own_processor(config: Config, model_config: ModelConfig) -> ImageProces
 
     Raises:
         ValueError: if the checkpoint's processor is missing or not supported,
-            `mm_processor_kwargs` is not right for it, or there are options about images and the
-            model does not see.
+            `mm_processor_kwargs` is not right for it, its token of images is beyond the vocabulary,
+            or there are options about images and there are none.
     """
     if config.language_model_only:
-        return NoImages("this engine was built with language_model_only=True: leave that out")
+        reason = "this engine was built with language_model_only=True: leave that out"
+        _refuse_options(config, reason)
+        return NoImages(reason)
     if model_config.vision is None:
         name = model_config.architecture
         if FAMILIES[name].tower and model_config.source.get("vision_config") is not None:
@@ -38,6 +40,11 @@ def read_own_processor(config: Config, model_config: ModelConfig) -> ImageProces
             reason = f"{name} does not see: use a model like Qwen3-VL"
         _refuse_options(config, reason)
         return NoImages(reason)
+    if (token := model_config.vision.image_token_id) >= (size := model_config.vocab_size):
+        raise ValueError(
+            f"the token of images must be one of the model's {size}, got {token}: save the model "
+            f"after resize_token_embeddings({token + 1}), or pass language_model_only=True"
+        )
     return read_image_processor(config, model_config)
 
 

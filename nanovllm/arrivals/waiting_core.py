@@ -1,6 +1,6 @@
 """`WaitingCore`: a core before the core, in which requests wait until their images are ready.
 
-The core behind it gets a request when nothing of it is missing any more, so scheduling knows
+The inner core gets a request when nothing of it is missing any more, so scheduling knows
 nothing of files and threads. Imports no torch.
 """
 
@@ -23,7 +23,7 @@ WAIT_SECONDS = 0.01  # longest wait in a step, so that callers can add requests 
 
 
 class Make(Protocol):
-    """A maker of requests of the core behind."""
+    """A maker of requests of the inner core."""
 
     def __call__(
         self,
@@ -285,7 +285,7 @@ class WaitingCore(Core[Any]):
             "image_bytes": self._preparation.held_bytes + self._preparation.waiting_bytes,
         }
 
-    # -- what callers read and set in the core behind ------------------------------------------
+    # -- what callers read and set in the inner core -------------------------------------------
 
     @property
     def timeline(self) -> Any:

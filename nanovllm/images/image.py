@@ -1,10 +1,10 @@
 """`Image`: one picture as a model sees it; `PlacedImage`: its place in a prompt. No torch here."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 from typing_extensions import Self
 
@@ -14,8 +14,9 @@ class Image:
     """A picture, resized for the tower of a model.
 
     Attributes:
-        key: hash of `pixels` and their shape, 16 bytes. An engine prepares all images alike, so
-            equal keys have equal embeddings, however their files differ.
+        key: SHA-256 of `pixels` and their shape. An engine prepares all images alike, so equal keys
+            have equal embeddings, however their files differ; and nobody can make two pictures of
+            one key, of which one would be answered as the other.
         rows: height in patches.
         columns: width in patches.
         num_tokens: number of its placeholders in a prompt, known from the size alone.
@@ -37,7 +38,7 @@ class Image:
         assert height % patch_size == 0 == width % patch_size, f"patches of {height} x {width}"
         pixels = np.ascontiguousarray(pixels)
         # The shape comes first, with a fixed length: no two pictures are the same bytes.
-        key = xxhash.xxh3_128(height.to_bytes(8, "little") + width.to_bytes(8, "little"))
+        key = hashlib.sha256(height.to_bytes(8, "little") + width.to_bytes(8, "little"))
         key.update(pixels.data)
         return cls(key.digest(), height // patch_size, width // patch_size, num_tokens, pixels)
 

@@ -495,6 +495,9 @@ def test_a_model_that_does_not_see(path: Path, checkpoint: Path, tmp_path: Path)
             LLM(checkpoint, **SMALL, **{name: value})
     none: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0}, "mm_processor_kwargs": {}}
     LLM(checkpoint, **SMALL, **none, language_model_only=True).exit()
+    for given in ({"limit_mm_per_prompt": {"image": 2}}, {"allowed_local_media_path": "/tmp"}):
+        with pytest.raises(ValueError, match=r"must be left out .* language_model_only=True"):
+            LLM(checkpoint, **SMALL, **given, language_model_only=True)
     LLM(checkpoint, **SMALL, **none).exit()
     lacking = shutil.copytree(path, tmp_path / "lacking")
     for name in ("preprocessor_config.json", "processor_config.json"):

@@ -10,7 +10,7 @@ PIXELS = RNG.integers(0, 256, (8, 12, 3), dtype=np.uint8)
 
 def test_keys_differ_where_pixels_or_shapes_do():
     first = Image.of(PIXELS, 4, 6)
-    assert (first.rows, first.columns, first.num_tokens) == (2, 3, 6) and len(first.key) == 16
+    assert (first.rows, first.columns, first.num_tokens) == (2, 3, 6) and len(first.key) == 32
     assert Image.of(PIXELS.copy(order="F"), 4, 6).key == first.key
     changed = PIXELS.copy()
     changed[7, 11, 2] ^= 1

@@ -22,7 +22,7 @@ from vision_checkpoints import (
     with_inputs_first,
 )
 
-from checkpoints import SMALL, greedy, rare, tokens
+from checkpoints import SMALL, copy_checkpoint, edit_json, greedy, rare, tokens
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 
 FLAT, TALL = picture(32, 256, 1), picture(192, 64, 2)
@@ -297,6 +297,17 @@ def test_without_the_tower_text_runs_as_before(path: Path, wanted: list[list[int
         assert tokens(run(llm, PROMPTS[1:2], PARAMS[1:2])) == wanted[1:2]
         assert llm.model_runner.built.encoder is None
         assert "num_images_encoded" not in llm.metrics()
+
+
+def test_a_token_of_images_beyond_the_vocabulary_is_refused(path: Path, tmp_path: Path) -> None:
+    """Before weights are read."""
+    other = copy_checkpoint(path, tmp_path / "model")
+    size = json.loads((path / "config.json").read_text())["text_config"]["vocab_size"]
+    edit_json(other / "config.json", image_token_id=size)
+    says = rf"one of the model's {size}, got {size}: .*\({size + 1}\)"
+    with pytest.raises(ValueError, match=says):
+        LLM(other, **SMALL)
+    LLM(other, **SMALL, language_model_only=True).exit()
 
 
 def test_recordings_have_the_encoding_of_images(
