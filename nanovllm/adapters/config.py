@@ -34,15 +34,14 @@ REFUSED = {
 CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 # Fields whose value makes no difference once an adapter is trained.
 IGNORED = {
-    *("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
-    *("inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout"),
-    *("lora_ga_config", "megatron_core", "modules_to_save", "qalora_group_size"),
-    *("revision", "runtime_config", "target_modules", "task_type"),
+    *("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode"),
+    *("layers_pattern", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core"),
+    *("qalora_group_size", "revision", "runtime_config", "task_type"),
 }
 USED = {
     *("alpha_pattern", "base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha"),
-    *("peft_type", "peft_version", "r", "rank_pattern", "target_parameters", "use_dora"),
-    "use_rslora",
+    *("exclude_modules", "layers_to_transform", "modules_to_save", "peft_type", "peft_version"),
+    *("r", "rank_pattern", "target_modules", "target_parameters", "use_dora", "use_rslora"),
 }
 
 
@@ -59,6 +58,8 @@ class AdapterConfig:
             paths, see `rank`.
         target_parameters: ends of the paths of parameters that are changed by themselves, not by
             their modules.
+        modules: ends of the paths of all modules that it changes or that were saved whole; ():
+            unknown, because they are not listed, or with exceptions.
         version: numbers of peft's version; (): unknown.
         base: name of the model that it was trained on; "": unknown.
         unknown: fields that ask for something and have no meaning here.
@@ -71,6 +72,7 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     target_parameters: tuple[str, ...]
+    modules: tuple[str, ...]
     version: tuple[int, ...]
     base: str
     unknown: tuple[str, ...]
@@ -96,7 +98,8 @@ class AdapterConfig:
             alpha_pattern=_pattern(
                 raw, "alpha_pattern", lambda key, alpha: check_float(key, alpha, -math.inf)
             ),
-            target_parameters=_targets(raw),
+            target_parameters=_names(raw, "target_parameters"),
+            modules=_modules(raw),
             version=_version(raw.get("peft_version")),
             base=str(raw.get("base_model_name_or_path") or ""),
             unknown=tuple(sorted(key for key in raw if key not in known and raw[key])),
@@ -178,12 +181,22 @@ def _refuse(raw: Mapping[str, Any]) -> None:
         )
 
 
-def _targets(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """`target_parameters`, a list, or a set in a `LoraConfig`."""
-    found = raw.get("target_parameters") or ()
+def _modules(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """The listed names of modules, see `AdapterConfig.modules`; () with a regular expression, or
+    with exceptions.
+    """
+    is_expression = isinstance(raw.get("target_modules"), str)
+    if is_expression or raw.get("exclude_modules") or raw.get("layers_to_transform") is not None:
+        return ()
+    return _names(raw, "target_modules") + _names(raw, "modules_to_save")
+
+
+def _names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """A list of names, or a set in a `LoraConfig`."""
+    found = raw.get(key) or ()
     is_list = isinstance(found, Collection) and not isinstance(found, str)
     if not is_list or not all(isinstance(name, str) for name in found):
-        raise TypeError(f"`target_parameters` must be a list of names, got {found!r}")
+        raise TypeError(f"`{key}` must be a list of names, got {found!r}")
     return tuple(found)
 
 

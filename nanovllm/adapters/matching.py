@@ -7,12 +7,13 @@ refused.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from nanovllm.adapters.config import BY_PEFT, AdapterConfig
 from nanovllm.adapters.parameters import Place, Places, parameters
 from nanovllm.checkpoint.modules import OTHER_PARTS, without_prefix
+from nanovllm.checkpoint.names import DRAFTS
 from nanovllm.utils.checks import listed
 
 PREFIX = "base_model.model."
@@ -115,6 +116,29 @@ def match(
     return changes
 
 
+def left_out(
+    config: AdapterConfig, saved: Iterable[str], changed: Collection[str], is_tied: bool
+) -> list[str]:
+    """Weights of modules that an adapter's configuration names and its tensors do not change. Those
+    of single experts are not told, which peft names otherwise, nor those that no adapter changes.
+
+    Args:
+        config: configuration of the adapter.
+        saved: names of the checkpoint's tensors.
+        changed: names of those that it changes.
+        is_tied: whether embedding and LM head are one matrix, which has either's name.
+    """
+    ends = tuple(f".{name}.weight" for name in config.modules if not (is_tied and name in ENDS))
+    return [
+        name
+        for name in saved
+        if f".{name}".endswith(ends)
+        and name not in changed
+        and not name.startswith(DRAFTS)
+        and not any(f".{part}." in f".{name}" for part in (*OTHER_PARTS, "experts"))
+    ]
+
+
 def _grouped(names: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """The names of an adapter's tensors: the parts of changes by their paths, and those of whole
     tensors by their own.
@@ -181,9 +205,12 @@ def _refuse_wholes(wholes: Mapping[str, str], found: Mapping[str, list[Place]]) 
 
 
 def _refuse_lost(lost: list[str], remedy: str) -> None:
-    """ValueError for tensors that the checkpoint lacks."""
-    if any(f".{part}." in name for name in lost for part in OTHER_PARTS):
-        remedy = f"parts for images are left out here; {BY_PEFT}"
+    """ValueError for tensors that the checkpoint lacks, or whose weights no adapter changes."""
+    of_images = [name for name in lost if any(f".{part}." in name for part in OTHER_PARTS)]
+    if of_images:
+        raise ValueError(
+            f"an adapter must not change parts for images, got {listed(of_images)}: {BY_PEFT}"
+        )
     if lost:
         raise ValueError(f"this model has no weights for {listed(lost)}: {remedy}")
 

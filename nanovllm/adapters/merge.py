@@ -11,7 +11,8 @@ import torch
 
 from nanovllm.adapters.adapter import FLOATS, Adapter, Source
 from nanovllm.adapters.experts import ChangedExperts, Factors
-from nanovllm.adapters.matching import ENDS, Change, LowRank, match
+from nanovllm.adapters.matching import ENDS, Change, LowRank, left_out, match
+from nanovllm.utils.checks import listed
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Merge:
         device: torch.device,
     ) -> None:
         self._device, self._factors = device, Factors(device, len(adapters))
+        self._saved, self._is_tied = saved, is_tied
         self._changes = [(adapter, _matched(adapter, saved, is_tied)) for adapter in adapters]
 
     @property
@@ -76,7 +78,7 @@ class Merge:
         return _Changed(base, adapter, low_rank, self._device)
 
     def log(self) -> None:
-        """Log what is merged, and what configurations say that has no meaning here."""
+        """Log what is merged, and parts of configurations that have no meaning or no tensors."""
         for adapter, changes in self._changes:
             base = f" (trained on {adapter.config.base})" if adapter.config.base else ""
             logger.info("adapter: %s%s, merged into %d tensors", adapter.name, base, len(changes))
@@ -86,6 +88,13 @@ class Merge:
                     "%s; if they change what the adapter computes, merge it with peft",
                     adapter.name,
                     ", ".join(adapter.config.unknown),
+                )
+            if missing := left_out(adapter.config, self._saved, changes, self._is_tied):
+                logger.warning(
+                    "adapter %s: it has no tensors for %s, which its configuration names: save or "
+                    "download it again, if it should change them",
+                    adapter.name,
+                    listed(missing),
                 )
 
 

@@ -240,4 +240,4 @@ def _what_follows(again: bool, held: bool) -> str:
     """The fate of a replica that has ended, in words."""
     if not again:
         return "not restarted: it has ended too often, or the weights have been updated"
-    return "restarted when the engine goes on" if held else "restarted"
+    return "restarted when the engine goes on, unless its weights change" if held else "restarted"

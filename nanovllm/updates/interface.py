@@ -167,8 +167,8 @@ class Updatable(ABC):
     def _reload(self, adapters: Sequence[Given], name: str) -> None:
         if self.config.load_format == "dummy":
             raise ValueError(
-                "an adapter changes the weights of a checkpoint, which load_format='dummy' does "
-                "not read"
+                "load_format='dummy' reads no checkpoint, which adapters change and "
+                "unload_adapter() reads again"
             )
         directory = Path(self.config.model)
         check_files(directory)
@@ -179,7 +179,7 @@ class Updatable(ABC):
     @property
     def weight_version(self) -> Version:
         """The version of the weights: 0 for those of the checkpoint, and what the last update
-        says, or their number.
+        says, or the next number.
         """
         return self._hold.version
 

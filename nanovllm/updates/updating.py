@@ -164,6 +164,8 @@ class WeightUpdates:
     def _count(self, version: Version | None, adapter: str) -> None:
         """An update has ended."""
         self._num_updates += 1
+        if isinstance(version, int):  # none that follows has the same number by being counted
+            self._num_updates = max(self._num_updates, version)
         self._hold.version = self._num_updates if version is None else version
         self.adapter = adapter
         self._end()
@@ -194,7 +196,7 @@ class WeightUpdates:
             self._end(
                 "the weights are those of two versions, because an update has failed "
                 f"({type(error).__name__}: {error}): update all of them again, or fill them from "
-                "the checkpoint with unload_adapter()"
+                "the checkpoint, if they came from one, with unload_adapter()"
             )
             self.adapter = NO_ADAPTER
             self._memory.give_up_update()

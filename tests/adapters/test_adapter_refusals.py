@@ -160,8 +160,8 @@ TRAINED = r"pass the model \(our/base\) that the adapter was trained on"
         (
             added(model__visual__blocks__0__attn__qkv__lora_A__weight=torch.ones(4, 64)),
             {},
-            rf"no weights for {PREFIX}model.visual.blocks.0.attn.qkv.lora_A.weight: parts for "
-            rf"images are left out here; {BY_PEFT}$",
+            rf"an adapter must not change parts for images, got "
+            rf"{PREFIX}model.visual.blocks.0.attn.qkv.lora_A.weight: {BY_PEFT}$",
         ),
         (with_(K_B=None), {}, "it lacks model.layers.1.self_attn.k_proj.lora_B: save it again$"),
         (with_(Q_A=None), {}, "it lacks model.layers.0.self_attn.q_proj.lora_A: save it again$"),

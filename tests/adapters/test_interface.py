@@ -82,6 +82,33 @@ def test_unknown_fields_are_named(
     assert "ignored: other, use_newest; if they change what" in said
 
 
+@pytest.mark.parametrize(
+    ("lacks", "named"),
+    [
+        ("v_proj", ["layers.0.self_attn.v_proj", "layers.1.self_attn.v_proj"]),
+        ("layers.1.", ["layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj"]),
+        ("model.norm", ["norm"]),
+        ("nothing", []),
+    ],
+)
+def test_an_adapter_saved_in_part_is_warned_of(
+    lacks: str, named: list[str], base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not where its configuration has exceptions."""
+    modules = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["norm"]}
+    whole = make_adapter(base, tmp_path / "whole", **modules)
+    tensors = {name: tensor for name, tensor in tensors_of(whole).items() if lacks not in name}
+    part = save_adapter(tmp_path / "part", tensors, **modules)
+    excepting = save_adapter(tmp_path / "excepting", tensors, **modules, layers_to_transform=[0])
+    with LLM(base, adapter=part, **SMALL) as llm:
+        llm.load_adapter(excepting)
+    said = [r.getMessage() for r in caplog.records if "it has no tensors for" in r.getMessage()]
+    wanted = ", ".join(f"model.{name}.weight" for name in named)
+    assert [f"adapter {part}: it has no tensors for {wanted}, which its" in x for x in said] == (
+        [True] if named else []
+    )
+
+
 def test_an_adapter_beside_the_weights(
     base: Path, adapters: list[Path], whole: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -183,7 +183,7 @@ def test_tensors_of_another_process(options: dict[str, int], paths: tuple[Path, 
         go_on()
         llm.update_weights_ipc(json.loads(told.readline()))
         llm.finish_weight_update()
-        assert results(llm) == wanted and llm.weight_version == 6
+        assert results(llm) == wanted and llm.weight_version == 8
         go_on()
 
 
@@ -537,6 +537,9 @@ def test_versions_and_names_of_vllm(paths: tuple[Path, Path]) -> None:
                 use()
         llm.update_weights(new, version=np.int64(3))
         assert type(llm.weight_version) is int and llm.weight_version == 3
+        for counted in (4, 5):  # no number twice
+            llm.update_weights(new)
+            assert llm.weight_version == counted
         with pytest.raises(TypeError, match="`version` must be a number or a string, got True"):
             llm.update_weights(new, version=True)
 
