@@ -119,8 +119,9 @@ class CompletionOutput(Record):
             tokenizer or `detokenize`.
         token_ids: generated tokens, a final end-of-sequence token included.
         finish_reason: "stop" at an end-of-sequence token or a stop of `SamplingParams`, "length" at
-            `max_tokens` or where the model's context or the KV pool ends, "error" where the model
-            computes NaN, with the tokens before that; None while it goes on (`LLM.stream`).
+            `max_tokens`, where the model's context or the KV pool ends, or where a structured
+            output breaks off, "error" where the model computes NaN, with the tokens before that;
+            None while it goes on (`LLM.stream`).
         stop_reason: stop string or id in `stop_token_ids` that ended it; else None.
         logprobs: log-probabilities of the drawn and the most likely tokens at each place, or of
             labels, by token id, if asked for.

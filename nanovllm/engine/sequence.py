@@ -94,11 +94,13 @@ class End(NamedTuple):
         finish_reason: "stop", "length" or "error".
         stop_reason: stop token or string that ended it; None: another reason.
         error: cause of "error".
+        is_by_token: whether its last token ended it, which is no text then.
     """
 
     finish_reason: str
     stop_reason: int | str | None = None
     error: str | None = None
+    is_by_token: bool = False
 
 
 @dataclass(eq=False, repr=False, slots=True)

@@ -181,13 +181,13 @@ class Request:
 
     def _whole(self, seq: Sequence, decode: Decoder, context: list[int]) -> CompletionOutput:
         token_ids = seq.completion_token_ids
-        assert seq.finish_reason is not None, f"{seq!r} has not finished"
+        assert seq.end is not None, f"{seq!r} has not finished"
         text = ""
         if seq.detokenizer is not None:
             text = seq.detokenizer.text
         elif self.params.detokenize:
-            hides = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
-            shown = token_ids[:-1] if hides else token_ids  # without the token that stopped it
+            hides = seq.end.is_by_token and not self.params.include_stop_str_in_output
+            shown = token_ids[:-1] if hides else token_ids
             text = decode(shown, self.params.skip_special_tokens, context)
         mask = seq.results.sampling_mask
         if mask is not None:

@@ -11,7 +11,7 @@ nothing.
 
 An end-of-sequence token may be an ordinary one ("\\n", say). It ends its sequence, so it is never
 text then: it is allowed if the text is complete, and the form goes on by other tokens. A text that
-can go on by no other token ends there, unfinished, with a warning. With `ignore_eos`, such a token
+can go on by no other token ends there, incomplete, with a warning. With `ignore_eos`, such a token
 ends nothing and is only text.
 """
 
@@ -67,13 +67,16 @@ class Grammar:
         eos_token_ids: tokens that end the text.
         by_hand: tokens for which the library's masks are wrong: those of `eos_token_ids` that it
             regards as text, and a token that it regards as an end.
+
+    Attributes:
+        is_incomplete: whether the text must end before its form does.
     """
 
     def __init__(
         self, compiled: "LLMatcher", eos_token_ids: Collection[int], by_hand: Collection[int] = ()
     ) -> None:
         self._compiled, self._eos_token_ids, self._by_hand = compiled, eos_token_ids, by_hand
-        self._has_warned = False
+        self.is_incomplete = False
         self.num_followed = 0  # tokens of the completion that it knows, as the control table counts
         self.reset()
 
@@ -110,15 +113,15 @@ class Grammar:
             words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
         is_complete = self._matcher.is_accepting()
         if not is_complete and not words.any():
-            self._warn("only an end-of-sequence token spells what follows")
+            self._break_off("only an end-of-sequence token spells what follows")
         if is_complete or not words.any():
             for token_id in self._eos_token_ids:
                 words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
 
-    def _warn(self, reason: str) -> None:
-        if not self._has_warned:
+    def _break_off(self, reason: str) -> None:
+        if not self.is_incomplete:  # a step may be repeated
             logger.warning("a structured output is incomplete: %s", reason)
-        self._has_warned = True  # a step may be repeated
+        self.is_incomplete = True
 
 
 def accept_tokens(grammars: Sequence[Grammar], token_ids: Sequence[int]) -> None:
@@ -149,7 +152,7 @@ def fill_masks(grammars: Sequence[Grammar], masks: NDArray[np.int32]) -> None:
     """Set bit t % 32 of word t // 32 if token t may come next, and clear the others.
 
     The end-of-sequence tokens may come if the text is complete, and only they may come if nothing
-    can follow: at a dead end of a grammar, or a limit of the library's, the text ends unfinished,
+    can follow: at a dead end of a grammar, or a limit of the library's, the text ends incomplete,
     with a warning. After its end, which a request may ignore, every token may come. Works in
     parallel and without the interpreter's lock.
 
@@ -169,7 +172,7 @@ def fill_masks(grammars: Sequence[Grammar], masks: NDArray[np.int32]) -> None:
         fill_next_token_bitmask_par(_executor(), live, masks)
     for matcher, row in live:
         if matcher.is_error():  # the library has given up
-            grammars[row]._warn(_reason("grammar", matcher.get_error()))
+            grammars[row]._break_off(_reason("grammar", matcher.get_error()))
         if grammars[row]._by_hand:
             grammars[row]._place_ends(masks[row])
 

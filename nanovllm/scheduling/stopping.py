@@ -50,7 +50,8 @@ def failure_of(seq: Sequence) -> End:
 def _by_token(seq: Sequence, token_id: int, eos_token_ids: Collection[int]) -> End | None:
     params = seq.sampling_params
     if token_id in eos_token_ids and not params.ignore_eos:
-        return End("stop")
+        breaks_off = seq.grammar is not None and seq.grammar.is_incomplete
+        return End("length" if breaks_off else "stop", is_by_token=True)
     if token_id in (params.stop_token_ids or ()):
-        return End("stop", token_id)
+        return End("stop", token_id, is_by_token=True)
     return None
