@@ -215,6 +215,18 @@ class AsyncLLM:
         render = partial(renderer.render, messages, "messages")
         return await asyncio.wrap_future(self._fetching.submit(render))
 
+    async def tokenize(self, prompt: Any) -> list[int]:
+        """The tokens of a prompt as the model reads it, with those of its images. It is read in
+        another thread.
+
+        Args:
+            prompt: a prompt for `generate`, or what `render` returns.
+
+        Raises:
+            TypeError, ValueError: naming what is wrong with it, its length, too.
+        """
+        return (await asyncio.to_thread(self._intake.read_prompt, prompt)).token_ids
+
     @takes_foreign(FOREIGN_ARGUMENTS)
     async def chat(
         self,

@@ -284,7 +284,7 @@ def asynchronous() -> None:
     tried |= {"metrics", "trace", "update_weights", "update_weights_ipc", "start_weight_update"}
     tried |= {"finish_weight_update", "get_weight_version", "load_adapter", "unload_adapter"}
     tried |= {"sleep", "wake_up", "is_sleeping", "render", "chat", "score", "embed"}
-    tried |= {"check_health", "classify"}
+    tried |= {"check_health", "classify", "tokenize"}
     missing = public(AsyncLLM) ^ (tried | {"exit", "shutdown", "is_closed"})
     assert not missing, f"methods of AsyncLLM without a trial: {missing}"
 
@@ -315,6 +315,7 @@ def asynchronous() -> None:
             ask = [{"role": "user", "content": PROMPT}]
             said = [text(o) async for o in llm.chat(ask, SamplingParams(temperature=0))]
             assert said[-1] == ANSWER and PROMPT in (await llm.render(ask))["prompt"]
+            assert await llm.tokenize(PROMPT) == [*PROMPT.encode()]
             right, wrong = await asyncio.gather(*map(llm.score, (PROMPT + ANSWER, PROMPT + "111")))
             assert right.total_logprob > wrong.total_logprob
             assert (await llm.classify(PROMPT, ["4", "5"])).probs[0] > 0.9

@@ -21,12 +21,12 @@ from nanovllm.openai.bodies import (
 from nanovllm.openai.calls import THINK_END
 from nanovllm.openai.tools import (
     OPEN_THOUGHT,
+    answer_form,
     called_tools,
     calls_form,
     check_tools,
     cut_calls_as_text,
     reasoning_rule,
-    with_reasoning,
 )
 from nanovllm.requests.inputs import encode
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -127,6 +127,11 @@ async def read_ask(llm: "AsyncLLM", fields: Fields, *, is_chat: bool, interval: 
     length = fields.take_int("truncate_prompt_tokens", 1)
     ask = await (_read_chat if is_chat else _read_completion)(llm, fields, ask)
     if length is not None:
+        if any("multi_modal_data" in prompt for prompt in ask.prompts):
+            raise ValueError(
+                f"`truncate_prompt_tokens` must be null beside images, got {length}: it would cut "
+                "them, too"
+            )
         for prompt in ask.prompts:
             if len(prompt["prompt_token_ids"]) > length:
                 prompt |= {"prompt": None, "prompt_token_ids": prompt["prompt_token_ids"][-length:]}
@@ -231,21 +236,23 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
     params = read_sampling(fields, CHAT, replace(ask.params, max_tokens=None))
     if ask.streams and params.prompt_logprobs is not None:
         raise ValueError("`prompt_logprobs` must be null with `stream`")
-    if called and params.structured_outputs is not None:
+    form, may_call = params.structured_outputs, bool(tools) and choice != "none"
+    is_json = form is not None and bool(form.json or form.json_object)
+    if form is not None and called:
         raise ValueError(
             f"`tool_choice` must be none or auto beside a form of the answer, got {shown(choice)}"
         )
-    may_call = bool(tools) and choice != "none"
     prompt = await llm.render(messages, tools=tools if may_call else None, **options)
 
     thinks = ""
     if THINK_END in str(getattr(llm.tokenizer, "chat_template", "")):
         thinks = reasoning_rule(prompt["prompt"])
-    form, lark = params.structured_outputs, None
+    lark = None
     if called:
         lark = calls_form(called, several=several and choice == "required", thinks=thinks)
-    elif thinks and form is not None and (form.json or form.json_object):
-        lark = with_reasoning(str(form.json or json.dumps({"type": "object"})), thinks)
+    elif form is not None and is_json and (thinks or may_call):
+        schema = str(form.json or json.dumps({"type": "object"}))
+        lark = answer_form(schema, tools if may_call else [], several=several, thinks=thinks)
     if lark is not None:
         params = replace(params, structured_outputs=StructuredOutputsParams(grammar=lark))
     return replace(

@@ -65,8 +65,8 @@ SENT_AS: Mapping[str, Sequence[str]] = {
     "grammar": ["response_format", "tools"],  # after reasoning, and of tools that must be called
     "prompt": ["messages", "input"],
 }
-# The beginning of an error about an unknown member of `structured_outputs`.
-NO_MEMBER = re.compile(r"StructuredOutputsParams\(\) has no option `(.*?)`; ", re.DOTALL)
+# The beginning of an error about an unknown parameter, or member of `structured_outputs`.
+NO_OPTION = re.compile(r"(Structured|Sampling)\w*Params\(\) has no option `(.*?)`; ", re.DOTALL)
 
 
 class Fields:
@@ -181,8 +181,9 @@ def named_as_sent(names: Collection[str]) -> Iterator[None]:
 def as_sent(message: str, names: Collection[str]) -> str:
     """A message that begins with a parameter, under the name that a body with these has for it."""
     message = message.replace("`sampling_params.", "`")
-    if wrong := NO_MEMBER.match(message):
-        return f"`structured_outputs.{wrong[1]}` is not supported: {message[wrong.end() :]}"
+    if wrong := NO_OPTION.match(message):
+        where = "structured_outputs." if wrong[1] == "Structured" else ""
+        return f"`{where}{wrong[2]}` is not supported: {message[wrong.end() :]}"
     own = re.match(r"`(\w+)", message)
     if own is None:
         return message

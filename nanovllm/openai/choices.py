@@ -109,9 +109,16 @@ def text_logprobs(
     return {
         "tokens": [_name(*each, as_ids) for each in drawn],
         "token_logprobs": [max(token.logprob, LEAST_LOGPROB) for _, token in drawn],
-        "top_logprobs": [
-            {_name(*each, as_ids): max(each[1].logprob, LEAST_LOGPROB) for each in place.items()}
-            for place in places
-        ],
+        "top_logprobs": [_by_name(place, as_ids) for place in places],
         "text_offset": offsets[:-1],
     }
+
+
+def _by_name(place: Mapping[int, Logprob], as_ids: bool) -> dict[str, float]:
+    """The log-probabilities of a place by their tokens' texts. Parts of characters share one: then
+    the drawn token has it, or the likelier one.
+    """
+    found: dict[str, float] = {}
+    for token_id, token in place.items():
+        found.setdefault(_name(token_id, token, as_ids), max(token.logprob, LEAST_LOGPROB))
+    return found

@@ -98,8 +98,27 @@ def calls_form(tools: Sequence[Any], *, several: bool, thinks: str) -> str:
     Args:
         tools: tools of a request, checked.
         several: whether there may be several calls.
-        thinks: rule for what stands before the calls, as in `with_reasoning`.
+        thinks: rule for what stands before the calls, from `reasoning_rule`.
     """
+    return _lark("calls", thinks, _calls_rules(tools, several=several))
+
+
+def answer_form(schema: str, tools: Sequence[Any], *, several: bool, thinks: str) -> str:
+    """The form of an answer that is JSON, by the text of its schema, or calls tools, if there are
+    any. The other arguments are those of `calls_form`.
+    """
+    rules = f"body: {json_rule(schema)}"
+    if not tools:
+        return _lark("body", thinks, rules)
+    return _lark("(body | calls)", thinks, f"{rules}\n{_calls_rules(tools, several=several)}")
+
+
+def _lark(answer: str, thinks: str, rules: str) -> str:
+    return f"start: {thinks} {answer}\n{rules}\n{THOUGHT if thinks else ''}"
+
+
+def _calls_rules(tools: Sequence[Any], *, several: bool) -> str:
+    """The rule for calls of these tools, and those that it needs."""
     kinds = []
     for tool in tools:
         function = tool["function"]
@@ -115,13 +134,8 @@ def calls_form(tools: Sequence[Any], *, several: bool, thinks: str) -> str:
         )
     schema = json.dumps({"anyOf": kinds, "x-guidance": ONE_LINE})
     calls = r'call ("\n" call)*' if several else "call"
-    call = rf'call: "{CALL}\n" %json {schema} "\n{CALL_END}"'
-    return f"start: {thinks} {calls}\n{call}\n{THOUGHT if thinks else ''}"
-
-
-def with_reasoning(schema: str, thinks: str) -> str:
-    """The form of JSON, by the text of its schema, after reasoning."""
-    return f"start: {thinks} body\nbody: {json_rule(schema)}\n{THOUGHT}"
+    call = rf'"{CALL}\n" %json {schema} "\n{CALL_END}"'
+    return f"calls: {calls}\ncall: {call}"
 
 
 def reasoning_rule(prompt: str) -> str:

@@ -151,6 +151,8 @@ class Service:
                 messages, options = read_messages(self._llm, fields)
                 fields.end(request.url.path)
                 prompt = await self._llm.render(messages, **options)
+                if "multi_modal_data" in prompt:
+                    prompt["prompt_token_ids"] = await self._llm.tokenize(prompt)
             else:
                 adds = fields.take_bool("add_special_tokens", True)
                 if not isinstance(text, str):

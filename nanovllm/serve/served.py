@@ -145,11 +145,12 @@ class Served:
         if not isinstance(body, dict):
             raise RefusedError(400, f"the body must be an object, got a {type(body).__name__}")
         fields = Fields(body)
-        self.check_model(fields.take("model") or self.names[0])
+        name = fields.take("model")
+        self.check_model(self.names[0] if name is None else name)
         return fields
 
     def check_model(self, name: Any) -> None:
-        """RefusedError unless the model has this name."""
+        """RefusedError unless the model has this name, which may be any JSON value."""
         if name not in self.names:
             raise RefusedError(
                 404, f"`model` must be one of {', '.join(self.names)}, got {shown(name)}"

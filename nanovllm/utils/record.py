@@ -42,7 +42,8 @@ class Record:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as dictionaries, lists, strings, numbers and None, the types of JSON.
+        """All fields as dictionaries, lists, strings, numbers and None, the types of JSON, but for
+        -inf, the log-probability of a token that could not come, which `json` reads and writes.
 
         A place of `TokenLogprobs` becomes a list of its tokens, each a dictionary with its
         `token_id`: keys in JSON are strings. `json.dumps` accepts the result, but not the output

@@ -66,6 +66,13 @@ def test_answers_are_those_of_chat(model: Path) -> None:
             answer = create(**own)
             assert answer.choices[0].message.content == text
             assert answer.usage.prompt_tokens == count
+            tokens = place.post("/tokenize", {"messages": messages}).json()
+            assert tokens["count"] == count == len(tokens["tokens"])
+            with pytest.raises(
+                openai.BadRequestError, match="must be null beside images"
+            ) as caught:
+                create(**own, extra_body={"truncate_prompt_tokens": 30})
+            assert caught.value.param == "truncate_prompt_tokens"
             events = list(create(**own, stream=True))
             assert "".join(x.choices[0].delta.content or "" for x in events if x.choices) == text
         assert place.metrics()["num_images_encoded"] == 3, "each of the pictures once"

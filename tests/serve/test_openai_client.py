@@ -382,6 +382,40 @@ def test_a_call_that_must_come(choice, create):
     assert create("chat.completions.create", messages=again, tools=tools, max_tokens=3).choices
 
 
+def test_a_call_in_the_place_of_json(create):
+    """A form of the content forbids no calls, if the model likes to call."""
+    pytest.importorskip("llguidance")
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}}
+    body = {"messages": ASK, "temperature": 0, "max_tokens": 300, "response_format": form}
+    body |= {"logit_bias": {str(ord("<")): 100}}
+    [found] = both(create, **body).choices
+    assert found.message.content in ("1", "2")
+    for choice, is_called in (("auto", True), ("none", False)):
+        [found] = both(create, **body, tools=[WEATHER], tool_choice=choice).choices
+        assert (found.message.content in ("1", "2")) != is_called
+        assert found.finish_reason == ("tool_calls" if is_called else "stop")
+        for name, arguments in told(found)["calls"]:
+            assert name == "sky"
+            jsonschema.validate(json.loads(arguments), WEATHER["function"]["parameters"])
+    assert found.message.tool_calls is None
+
+
+def test_a_form_that_breaks_off_is_no_whole_answer(create):
+    """llguidance follows some schemas for a while only."""
+    pytest.importorskip("llguidance")
+    text = {"type": "string", "pattern": "^([ab]{1,200}c?){1,200}$"}
+    schema = {"type": "object", "properties": {"at": text}, "required": ["at"]}
+    body = {"messages": ASK, "temperature": 0, "max_tokens": 400}
+    body |= {"logit_bias": {str(ord("a")): 100}}
+    tool = {"type": "function", "function": {"name": "sky", "parameters": schema}}
+    [found] = both(create, **body, tools=[tool], tool_choice="required").choices
+    assert found.finish_reason == "length"
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    answer = both(create, **body, response_format=form)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens < 400
+
+
 # -- vectors, models, errors ----------------------------------------------------------------------
 
 
@@ -426,6 +460,12 @@ def test_models(place):
             "max_model_len",
         ),
         ({"messages": []}, "BadRequestError", "`messages` must have at least one message"),
+        *(
+            ({"extra_body": {"model": none}}, "NotFoundError", "`model` must be one of")
+            for none in ("", [], {}, 0, False)
+        ),
+        ({"extra_body": {"output_kind": 1}}, "BadRequestError", "`output_kind` is not supported: "),
+        ({"extra_body": {"temperture": 1}}, "BadRequestError", "`temperture` is not supported"),
         ({"temperature": -1}, "BadRequestError", "`temperature` must be"),
         ({"extra_body": {"colour": 1}}, "BadRequestError", "`colour` is not supported"),
         ({"extra_body": {"chat_template": "x"}}, "BadRequestError", "`chat_template` 'x' is not"),

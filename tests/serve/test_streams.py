@@ -14,7 +14,9 @@ from nanovllm.async_llm import _Jobs
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.openai.answers import Answer, Choice
 from nanovllm.openai.asks import Ask
-from nanovllm.openai.tools import calls_form, reasoning_rule, with_reasoning
+from nanovllm.openai.choices import text_logprobs
+from nanovllm.openai.tools import answer_form, calls_form, reasoning_rule
+from nanovllm.outputs import Logprob
 from nanovllm.sampling.structured_output import GrammarCompiler
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -209,6 +211,15 @@ def test_reasoning_is_not_content(variables, said, content, reasoning, whole, pl
         assert usages[2]["completion_tokens_details"]["reasoning_tokens"] == 9, "all of them"
 
 
+def test_parts_of_characters_share_a_text():
+    """Then it has the log-probability of the token that was drawn."""
+    half = "\ufffd"
+    parts = {195: Logprob(-3.0, 7, half), 240: Logprob(-1.0, 1, half), 97: Logprob(-2.0, 2, "a")}
+    found = text_logprobs([parts])
+    assert found["top_logprobs"] == [{half: -3.0, "a": -2.0}] and found["token_logprobs"] == [-3.0]
+    assert text_logprobs([parts], as_ids=True)["top_logprobs"][0]["token_id:240"] == -1.0
+
+
 @pytest.mark.parametrize(
     ("pieces", "count", "most_held"),
     [
@@ -258,13 +269,18 @@ def test_a_form_holds_for_what_follows_the_reasoning(place):
     for prompt, texts in cases.items():
         thinks = reasoning_rule(prompt)
         for text in texts:
-            assert fits(with_reasoning(schema, thinks), text)
-            assert not fits(with_reasoning(schema, thinks), text[:-1] + "3")
+            alone = answer_form(schema, [], several=True, thinks=thinks)
+            assert fits(alone, text) and not fits(alone, text[:-1] + "3")
+            assert not fits(alone, text[:-1] + CALL)
             for several in (True, False):
-                form = calls_form(tools, several=several, thinks=thinks)
-                assert fits(form, text[:-1] + CALL)
-                assert fits(form, f"{text[:-1]}{CALL}\n{CALL}") == several
-                assert not fits(form, text[:-1] + CALL.replace("f", "g"))
+                called = calls_form(tools, several=several, thinks=thinks)
+                either = answer_form(schema, tools, several=several, thinks=thinks)
+                assert fits(either, text) and not fits(either, text[:-1] + "3")
+                assert not fits(either, text + CALL) and not fits(called, text)
+                for form in (called, either):
+                    assert fits(form, text[:-1] + CALL)
+                    assert fits(form, f"{text[:-1]}{CALL}\n{CALL}") == several
+                    assert not fits(form, text[:-1] + CALL.replace("f", "g"))
     body = {"messages": ASK, "temperature": 0, "max_tokens": 20}
     form = {"type": "json_schema", "json_schema": {"schema": {"enum": [1, 2]}}}
     answer = place.post("/v1/chat/completions", {**body, "response_format": form}).json()
