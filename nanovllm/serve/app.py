@@ -140,7 +140,7 @@ class Service:
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`, of a prompt or of messages."""
         fields = await self._served.read(request)
-        with mistakes():
+        with mistakes(fields.names):
             shows = fields.take_bool("return_token_strs")
             text = fields.take("prompt")
             has_messages = not fields.take_if("messages", None)

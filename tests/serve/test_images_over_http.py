@@ -76,6 +76,10 @@ def test_answers_are_those_of_chat(model: Path) -> None:
             events = list(create(**own, stream=True))
             assert "".join(x.choices[0].delta.content or "" for x in events if x.choices) == text
         assert place.metrics()["num_images_encoded"] == 3, "each of the pictures once"
+        long = conversation(data_url(seeds[0]))
+        long[0]["content"].append({"type": "text", "text": "x" * place.llm.max_model_len})
+        refused = place.post("/tokenize", {"messages": long})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
 
 
 def test_files_and_other_machines_are_refused(model: Path, tmp_path: Path) -> None:
