@@ -223,7 +223,7 @@ class AsyncLLM:
             prompt: a prompt for `generate`, or what `render` returns.
 
         Raises:
-            TypeError, ValueError: naming what is wrong with it, its length, too.
+            TypeError, ValueError: naming the mistake, which may be its length.
         """
         return (await asyncio.to_thread(self._intake.read_prompt, prompt)).token_ids
 

@@ -59,7 +59,7 @@ class AdapterConfig:
         target_parameters: ends of the paths of parameters that are changed by themselves, not by
             their modules.
         modules: ends of the paths of all modules that it changes or that were saved whole; ():
-            unknown, because they are not listed, or with exceptions.
+            unknown, without a list or with exceptions.
         version: numbers of peft's version; (): unknown.
         base: name of the model that it was trained on; "": unknown.
         unknown: fields that ask for something and have no meaning here.

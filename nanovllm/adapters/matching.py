@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from nanovllm.adapters.config import BY_PEFT, AdapterConfig
 from nanovllm.adapters.parameters import Place, Places, parameters
 from nanovllm.checkpoint.modules import OTHER_PARTS, without_prefix
-from nanovllm.checkpoint.names import DRAFTS
+from nanovllm.checkpoint.names import left_out_prefixes
 from nanovllm.utils.checks import listed
 
 PREFIX = "base_model.model."
@@ -116,11 +116,11 @@ def match(
     return changes
 
 
-def left_out(
+def without_tensors(
     config: AdapterConfig, saved: Iterable[str], changed: Collection[str], is_tied: bool
 ) -> list[str]:
-    """Weights of modules that an adapter's configuration names and its tensors do not change. Those
-    of single experts are not told, which peft names otherwise, nor those that no adapter changes.
+    """Weights of modules that an adapter's configuration names and its tensors do not change, but
+    for experts, which peft names otherwise, and parts that no adapter changes.
 
     Args:
         config: configuration of the adapter.
@@ -129,13 +129,14 @@ def left_out(
         is_tied: whether embedding and LM head are one matrix, which has either's name.
     """
     ends = tuple(f".{name}.weight" for name in config.modules if not (is_tied and name in ENDS))
+    never_changed = left_out_prefixes(is_part=True, has_tower=False)
     return [
         name
         for name in saved
         if f".{name}".endswith(ends)
         and name not in changed
-        and not name.startswith(DRAFTS)
-        and not any(f".{part}." in f".{name}" for part in (*OTHER_PARTS, "experts"))
+        and not name.startswith(never_changed)
+        and ".experts." not in name
     ]
 
 
@@ -206,8 +207,7 @@ def _refuse_wholes(wholes: Mapping[str, str], found: Mapping[str, list[Place]]) 
 
 def _refuse_lost(lost: list[str], remedy: str) -> None:
     """ValueError for tensors that the checkpoint lacks, or whose weights no adapter changes."""
-    of_images = [name for name in lost if any(f".{part}." in name for part in OTHER_PARTS)]
-    if of_images:
+    if of_images := [name for name in lost if any(f".{part}." in name for part in OTHER_PARTS)]:
         raise ValueError(
             f"an adapter must not change parts for images, got {listed(of_images)}: {BY_PEFT}"
         )

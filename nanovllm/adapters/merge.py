@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.adapters.adapter import FLOATS, Adapter, Source
 from nanovllm.adapters.experts import ChangedExperts, Factors
-from nanovllm.adapters.matching import ENDS, Change, LowRank, left_out, match
+from nanovllm.adapters.matching import ENDS, Change, LowRank, match, without_tensors
 from nanovllm.utils.checks import listed
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Merge:
         return _Changed(base, adapter, low_rank, self._device)
 
     def log(self) -> None:
-        """Log what is merged, and parts of configurations that have no meaning or no tensors."""
+        """Log the adapters, and the parts of their configurations without a meaning or tensors."""
         for adapter, changes in self._changes:
             base = f" (trained on {adapter.config.base})" if adapter.config.base else ""
             logger.info("adapter: %s%s, merged into %d tensors", adapter.name, base, len(changes))
@@ -89,7 +89,7 @@ class Merge:
                     adapter.name,
                     ", ".join(adapter.config.unknown),
                 )
-            if missing := left_out(adapter.config, self._saved, changes, self._is_tied):
+            if missing := without_tensors(adapter.config, self._saved, changes, self._is_tied):
                 logger.warning(
                     "adapter %s: it has no tensors for %s, which its configuration names: save or "
                     "download it again, if it should change them",

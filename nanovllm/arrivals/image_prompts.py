@@ -27,25 +27,33 @@ def read_own_processor(config: Config, model_config: ModelConfig) -> ImageProces
     """
     if config.language_model_only:
         reason = "this engine was built with language_model_only=True: leave that out"
-        _refuse_options(config, reason)
-        return NoImages(reason)
-    if model_config.vision is None:
-        name = model_config.architecture
-        if FAMILIES[name].tower and model_config.source.get("vision_config") is not None:
-            reason = (
-                "the checkpoint has no vision tower or no image processor, as the log says: "
-                "download it again"
-            )
-        else:
-            reason = f"{name} does not see: use a model like Qwen3-VL"
-        _refuse_options(config, reason)
-        return NoImages(reason)
-    if (token := model_config.vision.image_token_id) >= (size := model_config.vocab_size):
-        raise ValueError(
-            f"the token of images must be one of the model's {size}, got {token}: save the model "
-            f"after resize_token_embeddings({token + 1}), or pass language_model_only=True"
+    elif model_config.vision is None:
+        reason = _no_tower(model_config)
+    else:
+        _check_token(model_config.vision.image_token_id, model_config.vocab_size)
+        return read_image_processor(config, model_config)
+    _refuse_options(config, reason)
+    return NoImages(reason)
+
+
+def _no_tower(model_config: ModelConfig) -> str:
+    """The reason for which a model does not see, with the remedy."""
+    name = model_config.architecture
+    if FAMILIES[name].tower and model_config.source.get("vision_config") is not None:
+        return (
+            "the checkpoint has no vision tower or no image processor, as the log says: "
+            "download it again"
         )
-    return read_image_processor(config, model_config)
+    return f"{name} does not see: use a model like Qwen3-VL"
+
+
+def _check_token(token: int, vocab_size: int) -> None:
+    """ValueError for a token of images that the embedding does not have."""
+    if token >= vocab_size:
+        raise ValueError(
+            f"the token of images must be one of the model's {vocab_size}, got {token}: save the "
+            f"model after resize_token_embeddings({token + 1}), or pass language_model_only=True"
+        )
 
 
 def _refuse_options(config: Config, reason: str) -> None:

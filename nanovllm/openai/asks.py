@@ -237,8 +237,7 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
     if ask.streams and params.prompt_logprobs is not None:
         raise ValueError("`prompt_logprobs` must be null with `stream`")
     form, may_call = params.structured_outputs, bool(tools) and choice != "none"
-    is_json = form is not None and bool(form.json or form.json_object)
-    if form is not None and called:
+    if called and form is not None:
         raise ValueError(
             f"`tool_choice` must be none or auto beside a form of the answer, got {shown(choice)}"
         )
@@ -247,11 +246,10 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
     thinks = ""
     if THINK_END in str(getattr(llm.tokenizer, "chat_template", "")):
         thinks = reasoning_rule(prompt["prompt"])
-    lark = None
+    lark, schema = None, _schema(form)
     if called:
         lark = calls_form(called, several=several and choice == "required", thinks=thinks)
-    elif form is not None and is_json and (thinks or may_call):
-        schema = str(form.json or json.dumps({"type": "object"}))
+    elif schema is not None and (thinks or may_call):
         lark = answer_form(schema, tools if may_call else [], several=several, thinks=thinks)
     if lark is not None:
         params = replace(params, structured_outputs=StructuredOutputsParams(grammar=lark))
@@ -265,6 +263,13 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
         may_call=may_call,
         may_call_again=several,
     )
+
+
+def _schema(form: StructuredOutputsParams | None) -> str | None:
+    """The JSON Schema of a form's answers; None: they need not be JSON."""
+    if form is not None and form.json_object:
+        return json.dumps({"type": "object"})
+    return None if form is None or form.json is None else str(form.json)
 
 
 def _check_bounds(ask: Ask, max_model_len: int) -> None:

@@ -187,7 +187,7 @@ class Request:
             text = seq.detokenizer.text
         elif self.params.detokenize:
             hides = seq.end.is_by_token and not self.params.include_stop_str_in_output
-            shown = token_ids[:-1] if hides else token_ids
+            shown = token_ids[:-1] if hides else token_ids  # without the token that ended it
             text = decode(shown, self.params.skip_special_tokens, context)
         mask = seq.results.sampling_mask
         if mask is not None:

@@ -113,7 +113,7 @@ class Grammar:
             words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
         is_complete = self._matcher.is_accepting()
         if not is_complete and not words.any():
-            self._break_off("only an end-of-sequence token spells what follows")
+            self._break_off("only an end-of-sequence token spells the rest of the form")
         if is_complete or not words.any():
             for token_id in self._eos_token_ids:
                 words[token_id >> 5] |= np.uint32(1 << (token_id & 31))

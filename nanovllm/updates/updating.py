@@ -42,7 +42,7 @@ class WeightUpdates:
 
     def __init__(self, memory: Memory, hold: Hold, adapter: str = NO_ADAPTER) -> None:
         self._memory, self._hold, self.adapter = memory, hold, adapter
-        self._num_updates = 0
+        self._last_number = 0  # of versions
         self._ledger: Ledger | None = None  # of the update that goes on
         self.has_started = False
         self._is_filling = False  # a caller's iterable may call the engine meanwhile
@@ -163,10 +163,10 @@ class WeightUpdates:
 
     def _count(self, version: Version | None, adapter: str) -> None:
         """An update has ended."""
-        self._num_updates += 1
-        if isinstance(version, int):  # none that follows has the same number by being counted
-            self._num_updates = max(self._num_updates, version)
-        self._hold.version = self._num_updates if version is None else version
+        self._last_number += 1
+        if isinstance(version, int):  # the next number is another
+            self._last_number = max(self._last_number, version)
+        self._hold.version = self._last_number if version is None else version
         self.adapter = adapter
         self._end()
 
