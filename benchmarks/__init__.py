@@ -1,1 +1,1 @@
-"""Benchmarks beside bench.py; each file is a script."""
+"""Benchmarks of whole engines, beside bench.py, and in kernels/ of parts; each file is a script."""

@@ -207,8 +207,8 @@ class Config:
             uses plain PyTorch expressions.
         batch_invariant: compute each token alike, whatever else is in its step: its log-probability
             has the same bits alone and in a batch, in chunks, after a hit in the prefix cache or a
-            preemption (docs/reproducible.md). Slower; on a CPU much slower, and with bits that
-            depend on the number of PyTorch's threads, of which replicas have a part each.
+            preemption (docs/reference/reproducible.md). Slower; on a CPU much slower, and with bits
+            that depend on the number of PyTorch's threads, of which replicas have a part each.
         overlap: launch each step before the tokens of the previous one are read; None does so on
             CUDA. False is the plain synchronous loop.
         load_format: "auto" or "safetensors" reads the checkpoint's weights; "dummy" draws random
@@ -222,16 +222,16 @@ class Config:
         revision: branch, tag or commit of a model on the hub; None: its main branch.
         adapter: directory of a LoRA adapter that peft has saved, or its name on the hub, or a list
             of these: they are merged into the weights while these are loaded, one after the other
-            (docs/adapters.md).
+            (docs/reference/adapters.md).
         limit_mm_per_prompt: maximum number of images in a prompt, `{"image": n}`; None: 999.
         mm_processor_kwargs: bounds on the area of resized images, in pixels, as a dictionary with
             `max_pixels` and `min_pixels`, or `size` with `longest_edge` and `shortest_edge`; None:
-            the checkpoint's (docs/images.md).
+            the checkpoint's (docs/reference/images.md).
         allowed_local_media_path: folder whose files the messages of `chat` may name as images; "":
             none.
         allowed_media_domains: names of the hosts from which the messages of `chat` may name images
             by URLs of http and https, at any port; they are fetched when a conversation is
-            rendered (docs/images.md). None or empty: nothing is fetched.
+            rendered (docs/reference/images.md). None or empty: nothing is fetched.
         language_model_only: leave out the part of the model that sees, and its memory: prompts have
             no images. Options about images, which a model that does not see refuses, then have no
             effect.

@@ -275,7 +275,7 @@ class LLM(Updatable, LLMEngine):
             messages: one conversation or a list of them, or another iterable. A conversation is a
                 list of dictionaries with `role` and `content`: a string, or a list of
                 `{"type": "text", "text": ...}`, which become its lines, and of images (see
-                docs/images.md). `arguments` of `tool_calls`
+                docs/reference/images.md). `arguments` of `tool_calls`
                 are objects or JSON. The role `developer` becomes `system` where the template does
                 not name it; OpenAI's older `function` and `function_call` become `tool` and
                 `tool_calls`, a `refusal` is content, and keys that are None are left out. Other

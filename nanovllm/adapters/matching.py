@@ -179,7 +179,7 @@ def _refuse_modules(paths: Iterable[str], places: Places, is_tied: bool) -> None
             raise ValueError(
                 f"it changes {module}, but embedding and LM head of this model are one matrix, and "
                 "would have to differ: save the model with a copy as `lm_head.weight` and "
-                "`tie_word_embeddings` false, and pass that as `model` (docs/adapters.md)"
+                "`tie_word_embeddings` false, and pass that as `model` (docs/reference/adapters.md)"
             )
         if places.in_mxfp4(path):
             raise ValueError(

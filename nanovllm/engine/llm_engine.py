@@ -282,8 +282,8 @@ class LLMEngine:
         Args:
             prompts: one prompt or a list of them. A prompt is a string, a list of token ids, or
                 a dictionary with `prompt` or `prompt_token_ids`, and for models that see with
-                `multi_modal_data` (docs/images.md); lists may mix them. In the place of a list any
-                iterable will do: an array, a column of pandas, a generator.
+                `multi_modal_data` (docs/reference/images.md); lists may mix them. In the place of a
+                list any iterable will do: an array, a column of pandas, a generator.
             sampling_params: one for all prompts, one per prompt, or None for those of
                 `get_default_sampling_params`.
             use_tqdm: show a progress bar, with prompt and output tokens per second since the call.

@@ -16,7 +16,7 @@ Params: TypeAlias = "SamplingParams | Iterable[SamplingParams] | None"
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text, with its images where it has any (docs/images.md)."""
+    """A prompt as text, with its images where it has any (docs/reference/images.md)."""
 
     prompt: str
     multi_modal_data: NotRequired[Mapping[str, Any]]

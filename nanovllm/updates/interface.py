@@ -141,7 +141,7 @@ class Updatable(ABC):
         """Fill the weights from the checkpoint again, with a LoRA adapter of peft merged into it.
 
         It takes the place of others. The sum is made in float32 and rounded once; nothing is ever
-        subtracted. docs/adapters.md says what can be merged.
+        subtracted. docs/reference/adapters.md says what can be merged.
 
         Args:
             adapter: its directory or name on the hub, or its configuration (peft's `LoraConfig`, or

@@ -30,13 +30,13 @@ from benchmarks import (
     cpu_vs_transformers,
     first_use,
     page,
-    products,
     roofline,
     sampling_controls,
     startup,
     streams,
     workloads,
 )
+from benchmarks.kernels import products
 from checkpoints import SMALL as SMALL_ENGINE
 from checkpoints import make_checkpoint, rare, reference_model
 from faults import wait_until

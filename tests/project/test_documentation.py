@@ -53,9 +53,10 @@ SMALL = {
     "scripts/check_install.py": "",
 }
 NEED_CUDA = {
-    *("benchmarks/decode_attention.py", "benchmarks/prefill_attention.py"),
-    *("benchmarks/delta_net.py", "benchmarks/decode_layer.py", "benchmarks/products.py"),
-    *("benchmarks/profile_step.py", "scripts/short_run.py"),
+    "scripts/short_run.py",
+    *(f"benchmarks/kernels/{name}.py" for name in ("decode_attention", "prefill_attention")),
+    *(f"benchmarks/kernels/{name}.py" for name in ("delta_net", "decode_layer", "products")),
+    "benchmarks/kernels/profile_step.py",
 }
 # What .ci/run runs, in new virtual environments, and what it is made of; and what downloads, or
 # writes into DIR or the repository.

@@ -17,12 +17,23 @@ CEILINGS = {
     "files_in_circles": 0,
 }
 LONGEST_FUNCTION = 60
+MAX_FILES = 16  # of a folder
 
 
 def test_a_reader_has_no_longer_way() -> None:
     found = measure()
     print(found)
     assert {key: found[key] for key, most in CEILINGS.items() if found[key] > most} == {}
+
+
+def test_no_folder_has_more_files_than_a_reader_can_hold() -> None:
+    crowded = {}
+    for name in ("nanovllm", "benchmarks", "docs", "examples", "scripts"):
+        for folder in (ROOT / name, *(p for p in (ROOT / name).rglob("*") if p.is_dir())):
+            files = [path for path in folder.iterdir() if path.is_file()]
+            if folder.name != "__pycache__" and len(files) > MAX_FILES:
+                crowded[str(folder.relative_to(ROOT))] = len(files)
+    assert not crowded
 
 
 def test_functions_fit_a_screen() -> None:

@@ -14,7 +14,7 @@ from nanovllm.kernels.attention.common import LOWEST
 from nanovllm.kernels.device_features import spare_rows
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-PROGRAMS = 1024  # about eight per multiprocessor; measured by benchmarks/decode_attention.py
+PROGRAMS = 1024  # about eight per multiprocessor, by benchmarks/kernels/decode_attention.py
 FEW_SPLITS = 16  # up to this, one kernel variant serves all numbers but 1
 PARTS_AT_ONCE = 64  # parts of rows that a program holds to combine them
 

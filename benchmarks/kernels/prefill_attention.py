@@ -3,7 +3,7 @@
 P prompts of n tokens, some of which see cached tokens that all share, 16 or 32 query heads for 8 KV
 heads of 128, bf16, blocks of 256 scattered over the pool; median.
 
-    python benchmarks/prefill_attention.py [--kv-cache-dtype fp8]
+    python benchmarks/kernels/prefill_attention.py [--kv-cache-dtype fp8]
 """
 
 import argparse
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import triton
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.decode_attention import random_cache
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.kernels.decode_attention import random_cache
 from nanovllm.kernels.attention.prefill import paged_prefill
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache

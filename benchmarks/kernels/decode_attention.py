@@ -3,7 +3,7 @@
 B sequences with contexts of 200 to 1800 tokens (512 for B = 1), bf16, blocks scattered over the
 pool; CUDA-graph replays, median. Counts the bytes of the keys and values read.
 
-    python benchmarks/decode_attention.py [--heads 16 8] [--head-dim 128] [--block-size 256]
+    python benchmarks/kernels/decode_attention.py [--heads 16 8] [--head-dim 128] [--block-size 256]
 
 --kv-cache-dtype fp8 has the keys and values in 8 bits. The last line is JSON.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import triton
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from nanovllm.kernels.attention.decode_many import paged_decode
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache

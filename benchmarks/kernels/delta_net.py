@@ -3,7 +3,7 @@
 CUDA-graph replays, median, each with its share of the bandwidth (of the bytes that have to be read
 and written), and how far states and outputs are from those of the PyTorch form.
 
-    python benchmarks/delta_net.py [--heads 16 32] [--head-dim 128] [--bandwidth 3.35]
+    python benchmarks/kernels/delta_net.py [--heads 16 32] [--head-dim 128] [--bandwidth 3.35]
 
 The last line is JSON.
 """
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.decode_attention import microseconds
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.kernels.decode_attention import microseconds
 from nanovllm.kernels.recurrent.delta_decode import decode
 from nanovllm.kernels.recurrent.delta_prompt import chunks_of, prompts
 from nanovllm.recurrent import delta_rule

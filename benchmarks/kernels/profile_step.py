@@ -1,6 +1,6 @@
 """Profile of a step: its kernels, by time.
 
-    python benchmarks/profile_step.py --dummy qwen3-0.6b --decode 1 64 256 --prefill
+    python benchmarks/kernels/profile_step.py --dummy qwen3-0.6b --decode 1 64 256 --prefill
 
 Decode steps have B sequences with prompts of 100 to 1024 tokens (128 for B = 1); prefill is the
 workload of that name. Kernels run one after the other here, without dependent launch, so that their
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.workloads import make, measure
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import harness

@@ -1,7 +1,7 @@
 """Time of a layer's products, in any format, for several numbers of rows.
 
-    python benchmarks/products.py --dummy qwen3-8b [--quantization awq] [--rows 64 128 256]
-    python benchmarks/products.py --dummy gpt-oss-20b
+    python benchmarks/kernels/products.py --dummy qwen3-8b [--quantization awq] [--rows 64 128 256]
+    python benchmarks/kernels/products.py --dummy gpt-oss-20b
 
 Products of eight layers run in one CUDA graph: each has weights of its own, which come from memory,
 not from the L2 cache. Prints for each product its microseconds, the rate at which weights are read,
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from nanovllm import LLM
 from nanovllm.benchmark import harness
 from nanovllm.cli import bench

@@ -1,8 +1,8 @@
 """Time of a decode step in a layer of the 8B shape with FP8 weights, by parts of the layer for one
 token, and with and without attention for several.
 
-    python benchmarks/decode_layer.py [--kv-cache-dtype fp8] [--contexts 590 1500]
-    python benchmarks/decode_layer.py --contexts --sequences 16 64 128 [--ranks 2]
+    python benchmarks/kernels/decode_layer.py [--kv-cache-dtype fp8] [--contexts 590 1500]
+    python benchmarks/kernels/decode_layer.py --contexts --sequences 16 64 128 [--ranks 2]
 
 Twelve layers, each with weights of its own, run in one CUDA graph, with and without their norms and
 their attention, in one kernel (`fused_decode`) or in two. Prints microseconds a layer, without what
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from triton.testing import do_bench
 
 from nanovllm.kernels.activation import quantized_act_and_mul
