@@ -11,8 +11,8 @@ reads it piece by piece; the clients are a process of their own. Measured are
     idle           the same of the most clients, with --idle further connections open that ask
                    nothing, beside those of the clients alone
 
-in turns, after one of each that is not counted. With an 8B model on a GPU it takes three minutes,
-the engine's start included.
+in turns, every other one in reverse, after one of each that is not counted. With an 8B model on a
+GPU it takes three minutes, the engine's start included.
 
 Prints the median and range of each, and shares as the median over the turns. The last line is
 JSON, which --save FILE appends to FILE. Models without weights get a tokenizer whose tokens are
@@ -29,6 +29,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -147,12 +148,17 @@ class Bench:
     def turns(self, count: int, idle: int = 0) -> dict[str, dict[str, Any]]:
         """Rates of clients, of clients beside idle connections, and of `generate`, in turns."""
         clients, rates = f"clients-{count}", defaultdict(list)
+        ways: dict[str, Callable[[], float]] = {
+            clients: lambda: self.rate(count),
+            "generate": lambda: self.generate(count),
+        }
+        if idle:
+            ways["idle"] = lambda: self.rate(count, idle)
         for turn in range(1 + self._args.repeat):
-            found = {clients: self.rate(count), "generate": self.generate(count)}
-            if idle:
-                found["idle"] = self.rate(count, idle)
-            for name, rate in found.items() if turn else ():  # the first is not counted
-                rates[name].append(rate)
+            for name in ways if turn % 2 else reversed(ways):  # none is always the first
+                rate = ways[name]()
+                if turn:  # the first is not counted
+                    rates[name].append(rate)
         share = compared(f"{count} clients", rates[clients], rates["generate"], "generate")
         results = {clients: share}
         if idle:
