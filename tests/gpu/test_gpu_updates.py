@@ -1,5 +1,6 @@
 """Weights that change under CUDA graphs, and memory that is lent, on a GPU."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -124,6 +125,8 @@ def test_tensors_of_another_process_by_cuda_ipc(
 def test_memory_goes_and_comes(paths: tuple[Path, Path]) -> None:
     """Of a KV cache of 4 GiB, again and again."""
     torch.zeros(1, device="cuda")
+    gc.collect()
+    torch.cuda.empty_cache()  # of tests before this
     options = {**OPTIONS, "num_kvcache_blocks": -1, "kv_cache_memory_bytes": 4 << 30}
     before = torch.cuda.mem_get_info()[0]
     tensors = [tensors_of(path, "cpu") for path in paths]
