@@ -6,8 +6,11 @@ which tools must be called, and how a prompt is tokenised.
 
 import asyncio
 import json
+import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.openai.bodies import (
@@ -27,6 +30,7 @@ from nanovllm.openai.tools import (
     check_tools,
     cut_calls_as_text,
     reasoning_rule,
+    special_tags,
 )
 from nanovllm.requests.inputs import encode
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -49,6 +53,11 @@ MAX_ITEMS = {
 }
 MAX_FORM = 1 << 16  # characters of a schema or a grammar
 MAX_REGEX = 1 << 12  # of a regular expression, which may take the square of its length
+# Of all numbers that a schema wants multiples of; such a form has as many states, where several
+# numbers hold together.
+MAX_MULTIPLE = 100_000
+MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9][0-9.eE+-]*)')
+ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 REGEX = re.compile(r"/(?:\\.|[^/\\\n])+/")  # in a grammar
 DEFAULT_TOKENS = 16  # of a completion that says nothing, as OpenAI's
 BY_TEMPLATE: Foreign = {
@@ -245,7 +254,9 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
 
     thinks = ""
     if THINK_END in str(getattr(llm.tokenizer, "chat_template", "")):
-        thinks = reasoning_rule(prompt["prompt"])
+        thinks = reasoning_rule(prompt["prompt"], _begun(messages, options))
+    if (thinks or may_call) and special_tags(llm.tokenizer):
+        params = replace(params, skip_special_tokens=False)
     lark, schema = None, _schema(form)
     if called:
         lark = calls_form(called, several=several and choice == "required", thinks=thinks)
@@ -263,6 +274,12 @@ async def _read_chat(llm: "AsyncLLM", fields: Fields, ask: Ask) -> Ask:
         may_call=may_call,
         may_call_again=several,
     )
+
+
+def _begun(messages: Any, options: dict[str, Any]) -> str:
+    """The text of the message that the answer continues, if it is one."""
+    said = messages[-1].get("content") if options.get("continue_final_message") else None
+    return said if isinstance(said, str) else ""
 
 
 def _schema(form: StructuredOutputsParams | None) -> str | None:
@@ -297,11 +314,29 @@ def _check_bounds(ask: Ask, max_model_len: int) -> None:
             raise ValueError(
                 f"`structured_outputs` must have at most {most:,} characters, got {size:,}"
             )
+        _check_multiples(text)
         longest = max(map(len, REGEX.findall(form.grammar or "")), default=0)
         if longest > MAX_REGEX:
             raise ValueError(
                 f"`structured_outputs` must have regular expressions of at most {MAX_REGEX:,} "
                 f"characters, got {longest:,}"
+            )
+
+
+def _check_multiples(text: Any) -> None:
+    """Raise if a schema, or one in a grammar, asks for multiples that take minutes to compile."""
+    if not isinstance(text, str):
+        return
+    read = ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), text)
+    common = 1
+    for found in MULTIPLE.findall(read):
+        with suppress(ValueError):  # no number: the schema is refused for it
+            number = Fraction(min(float(found), MAX_MULTIPLE + 1))
+            common = math.lcm(common, number.limit_denominator(MAX_MULTIPLE).numerator or 1)
+        if common > MAX_MULTIPLE:
+            raise ValueError(
+                f"`structured_outputs` must have a `multipleOf` of at most {MAX_MULTIPLE:,}, or a "
+                f"least common multiple of several, got {found}: check numbers after generation"
             )
 
 

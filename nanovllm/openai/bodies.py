@@ -163,7 +163,13 @@ def read_sampling(
     if url == CHAT:
         given["logprobs"] = _read_chat_logprobs(fields)
     given = {name: value for name, value in given.items() if value is not None}
-    given = {**fields.take_all(PARAMETERS), **given}
+    parameters = fields.take_all(PARAMETERS)
+    if "structured_outputs" in given and "structured_outputs" in parameters:
+        raise ValueError(
+            f"`{fields.where}structured_outputs` must be null beside `response_format`, got "
+            f"{shown(parameters['structured_outputs'])}: pass one of them"
+        )
+    given = {**parameters, **given}
     fields.end(url)
     with named_as_sent(fields.names):
         return read_params(given, default, seed)

@@ -29,6 +29,8 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 SPACE = " \t\n\r"  # of JSON
 # The text before the arguments of a call as models write it; a space here is any space of JSON.
 HEAD = re.compile(r' \{ "name" : "([^"\\]+)" , "arguments" : (?=\{)'.replace(" ", f"[{SPACE}]*"))
+# What begins another member of the object that has the arguments, or may.
+MEMBER = re.compile(rf',[{SPACE}]*("|\Z)')
 
 
 class Call(NamedTuple):
@@ -208,10 +210,16 @@ class Splitter:
                 yield
 
     def _read_call_end(self) -> Generator[None, None, None]:
-        """Read what closes a call: a brace, or too many of them, and the tag, if it is there."""
+        """Read what closes a call: a brace, or too many of them, and the tag, if it is there; and
+        before them further members, which mean nothing.
+        """
         while True:
             self._text = self._text.lstrip(SPACE + "}")
-            if not CALL_END.startswith(self._text):
+            has_more = MEMBER.match(self._text) is not None
+            at = self._text.find(CALL_END) if has_more else -1
+            if at >= 0:
+                self._text = self._text[at:]
+            if at >= 0 or (not has_more and not CALL_END.startswith(self._text)):
                 break
             if self._is_end:  # `max_tokens` cuts the tag
                 self._text = ""
@@ -228,6 +236,8 @@ def _call_of(value: Any) -> Call | None:
     """
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
+        return None
+    if "arguments" not in value and len(value) > 1:  # they may have another name
         return None
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):

@@ -12,6 +12,7 @@ from nanovllm.utils.checks import shown
 
 OPEN_THOUGHT = r"thought /\n*/"
 THOUGHT = r"thought[lazy]: /(?s:.*)<\/think>/"  # up to the first tag
+TAGS = (CALL, CALL_END, THINK, THINK_END)
 # As the templates of Qwen3 show calls to the model: one line of JSON with a space after , and :.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -44,7 +45,8 @@ def called_tools(tools: Sequence[Any], choice: Any) -> list[Any]:
         if not tools:
             raise ValueError("`tools` must be given with `tool_choice` required, got none")
         return list(tools)
-    named = choice.get("function") if isinstance(choice, dict) else None
+    is_function = isinstance(choice, dict) and choice.get("type", "function") == "function"
+    named = choice.get("function") if is_function else None
     name = named.get("name") if isinstance(named, dict) else None
     if name is None:
         raise ValueError(
@@ -118,31 +120,44 @@ def _lark(answer: str, thinks: str, rules: str) -> str:
 
 
 def _calls_rules(tools: Sequence[Any], *, several: bool) -> str:
-    """The rule for calls of these tools, and those that it needs."""
+    """The rule for calls of these tools, and those that it needs. Each schema is a rule's own, as
+    its references begin at its root.
+    """
     kinds = []
     for tool in tools:
         function = tool["function"]
-        parameters = function.get("parameters") or {"type": "object"}
-        members = {"name": {"const": function["name"]}, "arguments": parameters}
-        kinds.append(
-            {
-                "type": "object",
-                "properties": members,
-                "required": [*members],
-                "additionalProperties": False,
-            }
-        )
-    schema = json.dumps({"anyOf": kinds, "x-guidance": ONE_LINE})
+        schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": ONE_LINE}
+        if schema["type"] != "object":
+            raise ValueError(
+                "`tools` must have `parameters` of the `type` object to be called in a form, got "
+                f"{shown(schema['type'])}"
+            )
+        name = json.dumps(function["name"], ensure_ascii=False)
+        head = json.dumps(f'{{"name": {name}, "arguments": ')
+        kinds.append(f"{head} %json {json.dumps(schema)}")
     calls = r'call ("\n" call)*' if several else "call"
-    call = rf'"{CALL}\n" %json {schema} "\n{CALL_END}"'
-    return f"calls: {calls}\ncall: {call}"
+    return (
+        f"calls: {calls}\n"
+        rf'call: "{CALL}\n" object "}}\n{CALL_END}"'
+        f"\nobject: {' | '.join(kinds)}"
+    )
 
 
-def reasoning_rule(prompt: str) -> str:
+def reasoning_rule(prompt: str, begun: str = "") -> str:
     """The rule in Lark for the reasoning before an answer in a form: the end of the reasoning that
     the prompt has opened, or reasoning that may be left out; "" after a prompt that has closed it.
+
+    Args:
+        prompt: text that the answer goes on from.
+        begun: message at its end that the answer continues.
     """
-    if prompt.rstrip().endswith(THINK_END):
+    is_open = prompt.rstrip().endswith(THINK) or begun.rfind(THINK) > begun.rfind(THINK_END)
+    if not is_open and (prompt.rstrip().endswith(THINK_END) or THINK_END in begun):
         return ""
-    is_open = prompt.rstrip().endswith(THINK)
     return OPEN_THOUGHT if is_open else f'("{THINK}" {OPEN_THOUGHT})?'
+
+
+def special_tags(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a tag of calls or reasoning for a special token, which texts lack."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return any(token.special and token.content in TAGS for token in added)

@@ -56,6 +56,7 @@ WHITESPACE = r"[ \n\r\t]{1,40}"  # in JSON; without a bound, a model may write n
 # it; and it would look for ever for the end of such a text in "start: A A", A: /a+/.
 EXACT = '\n%llguidance {"no_forcing": true}'
 ESCAPED = re.compile(r"\\.?|/", re.DOTALL)
+TAG = re.compile(r"<[!-~]+>")  # added tokens that the library takes for special ones
 GBNF = re.compile(r"(?:\s|#.*\n)*[\w-]+[ \t]*::=")  # start of such a grammar, not of Lark's
 
 
@@ -355,7 +356,24 @@ def _whole_tokenizer(tokenizer: Any) -> str:
         if part.get("type") == "Metaspace":
             spaces = decoders.Replace(part["replacement"], " ")
             backend.decoder = decoders.Sequence([spaces, decoders.ByteFallback()])
-    return backend.to_str()
+    added = tokenizer.added_tokens_decoder
+    tags = {t for t, token in added.items() if TAG.fullmatch(token.content) and not token.special}
+    return _with_tags_as_text(backend.to_str(), tags) if tags else backend.to_str()
+
+
+def _with_tags_as_text(whole: str, tags: Collection[int]) -> str:
+    """A tokenizer as JSON, in which these added tokens are ordinary ones.
+
+    The library takes each added token like `<think>` for a special one, which spells nothing.
+    """
+    read = json.loads(whole)
+    vocab = read["model"]["vocab"]
+    if not isinstance(vocab, dict):  # its ids are places in a list
+        return whole
+    for token in read["added_tokens"]:  # all, as ids of others are numbered after the vocabulary
+        vocab[token["content"]] = token["id"]
+    read["added_tokens"] = [token for token in read["added_tokens"] if token["id"] not in tags]
+    return json.dumps(read, ensure_ascii=False)
 
 
 def _lark(name: str, value: Any) -> str:

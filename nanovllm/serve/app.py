@@ -114,7 +114,8 @@ class Service:
         with self._served.waiting.admit() as place:
             fields = await self._served.read(request)
             with mistakes():
-                form = fields.take("encoding_format") or "float"
+                form = fields.take("encoding_format")
+                form = "float" if form is None else form
                 check_choice("encoding_format", form, ("float", "base64"))
                 fields.take("user")
                 fields.refuse(NO_DIMENSIONS)

@@ -19,7 +19,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from checkpoints import TINY, in_threads, rare
@@ -30,6 +30,7 @@ from nanovllm.sampling_params import StructuredOutputsParams
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 
+TAGS = ["<think>", "</think>", "<tool_call>", "<a", "added"]  # tokens that are text
 PADDING = 45  # the model's vocabulary is larger, and no multiple of 32
 CORPUS = [
     '{"name": "Zoë Gödel", "age": 36, "tags": ["red", "blue"], "ok": true, "next": null}',
@@ -54,7 +55,11 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def get_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(TINY) if name == "tiny" else byte_level()
+    tokenizer = byte_level() if name == "byte_level" else AutoTokenizer.from_pretrained(TINY)
+    if name == "tagged":
+        tokenizer.add_tokens([AddedToken(tag, special=False) for tag in TAGS])
+        tokenizer.add_tokens([AddedToken("<special>", special=True)], special_tokens=True)
+    return tokenizer
 
 
 @functools.cache
@@ -77,7 +82,7 @@ def get_compiler(name: str) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, len(tokenizer) + PADDING, ends)
 
 
-@pytest.fixture(params=["tiny", "byte_level"])
+@pytest.fixture(params=["tiny", "byte_level", "tagged"])
 def name(request):
     """Name of a tokenizer."""
     return request.param
@@ -146,6 +151,7 @@ def walk(
 # -- masks ----------------------------------------------------------------------------------------
 
 CHOICES = ["yes", "yellow", "ye", "no", 'a "b"\\c\n/', "größer", "grö", "😀", "<|im_end|>", " y"]
+CHOICES += ["<think>a"]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +162,9 @@ CHOICES = ["yes", "yellow", "ye", "no", 'a "b"\\c\n/', "größer", "grö", "😀
     ],
     ids=["choice", "words"],
 )
-@pytest.mark.parametrize("name", ["byte_level", pytest.param("tiny", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["byte_level", "tagged", pytest.param("tiny", marks=pytest.mark.slow)]
+)
 def test_masks_of_finite_forms_are_exact(form, texts, name):
     """A token is in the mask if and only if some text goes on with it, and refused otherwise."""
     language = [text.encode() for text in texts]

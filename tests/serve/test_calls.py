@@ -88,7 +88,22 @@ def read(pieces, may_reason=True, is_reasoning=False, may_call=True):
             *("", "", [["f", '{"x": {}'], ["f", '{"x": 1}']]),
         ),
         ('<tool_call>{"name": "f", "arguments": {}}< more', "< more", "", [["f", "{}"]]),
+        # Members after the arguments mean nothing, as those before them.
+        (
+            '<tool_call>{"name": "f", "arguments": {}, "id": {"a": "}"}}\n</tool_call>b',
+            *("b", "", [["f", "{}"]]),
+        ),
+        (
+            '<tool_call>{"id": 3, "name": "f", "arguments": {}}</tool_call>b',
+            *("b", "", [["f", "{}"]]),
+        ),
+        ('<tool_call>{"name": "f", "arguments": {}, "id"', "", "", [["f", "{}"]]),
+        ('<tool_call>{"name": "f", "arguments": {}}, or', ", or", "", [["f", "{}"]]),
         # What is malformed before its arguments stays, with the newlines before it.
+        (
+            '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>',
+            *('<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>', "", []),
+        ),
         (
             'Well.\n\n<tool_call>{"name": "f", "arguments": ["x"]}</tool_call>',
             *('Well.\n\n<tool_call>{"name": "f", "arguments": ["x"]}</tool_call>', "", []),
@@ -131,7 +146,7 @@ PARTS = st.sampled_from(
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "\n\n", " ", "}", "{", '"'),
         *("\\", "<", "</", "tool_call>", "a", "é", "\xa0", '{"name": "f", "arguments": {"x": 1}}'),
         *('{"name": "f", "arguments": ', '{"x": {"y": "<tool_call>"}}', '{"arguments": {}}'),
-        *('{"name": "f', '", "arguments": {', '{"x": "'),
+        *('{"name": "f', '", "arguments": {', '{"x": "', ', "', ","),
         *('{"arguments": {}, "name": "g"}', '{"name": "</tool_call>", "arguments": {}}', CALL),
     ]
 )

@@ -43,6 +43,9 @@ NESTED = b'{"messages": [], "max_tokens": %b1%b}' % (b"[" * 900, b"]" * 900)
 NO_SCHEMA = {"type": "nonsense"}
 NO_FORM = {"type": "json_schema", "json_schema": {"schema": NO_SCHEMA}}
 NO_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NO_SCHEMA}}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+JSON_OBJECT = {"type": "json_object"}
+NULLABLE = {"parameters": {"type": ["object", "null"]}}
 MANY = ["x" * 400] * 200
 PROMPT_LOGPROBS = {"prompt_logprobs": 20, "max_tokens": 1}
 ECHO = {"echo": True, "logprobs": 20, "n": 8, "temperature": 1, "max_tokens": 1}
@@ -487,6 +490,42 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
         ("/v1/embeddings", {"input": "a", "dimensions": 3}, 400, "`dimensions` 3 is not"),
         ("/v1/embeddings", {"input": "a", "x": 3}, 400, "`x` is not supported for /v1/embeddings"),
         ("/v1/embeddings", {}, 400, "`input` must be given"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": False}, 400, "`encoding_format` must"),
+        (
+            CHAT,
+            {
+                "messages": ASK,
+                "tools": [{"function": {"name": "f", **NULLABLE}}],
+                "tool_choice": "required",
+            },
+            400,
+            "`tools` must have `parameters` of the `type` object",
+        ),
+        (
+            CHAT,
+            {"messages": ASK, "tools": TOOLS, "tool_choice": {**TOOLS[0], "type": "custom"}},
+            400,
+            "`tool_choice` must be none",
+        ),
+        (
+            CHAT,
+            {
+                "messages": ASK,
+                "response_format": JSON_OBJECT,
+                "structured_outputs": {"regex": "grammar"},
+            },
+            400,
+            "`structured_outputs` must be null beside `response_format`",
+        ),
+        *(
+            ("/v1/completions", {"prompt": "a", "structured_outputs": form}, 400, "`multipleOf` of")
+            for form in (
+                {"json": {"multipleOf": 1e6}},
+                {"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}},
+                {"json": '{"multiple\\u004ff": 1e999999999}'},
+                {"grammar": 'start: %json {"multipleOf": 123457}'},
+            )
+        ),
         ("/tokenize", {"messages": ASK, "tools": [{}]}, 400, "`tools[0]` must be"),
         ("/tokenize", {"prompt": 3}, 400, "`prompt` must be a text"),
         ("/detokenize", {"tokens": [-1]}, 400, "`tokens` must hold token ids"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from http_server import ASK, serving
+from tokenizers import AddedToken
 
 from nanovllm import TINY, CompletionOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.async_llm import _Jobs
@@ -15,7 +16,7 @@ from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.openai.answers import Answer, Choice
 from nanovllm.openai.asks import Ask
 from nanovllm.openai.choices import text_logprobs
-from nanovllm.openai.tools import answer_form, calls_form, reasoning_rule
+from nanovllm.openai.tools import OPEN_THOUGHT, answer_form, calls_form, reasoning_rule
 from nanovllm.outputs import Logprob
 from nanovllm.sampling.structured_output import GrammarCompiler
 
@@ -78,6 +79,19 @@ def in_step(place, monkeypatch):
         step(jobs)
 
     monkeypatch.setattr(_Jobs, "step", stepping)
+
+
+@pytest.mark.parametrize(
+    ("begun", "rule"),
+    [
+        ("<think>\nabc", OPEN_THOUGHT),
+        ("<think>\na</think>b", ""),
+        ("abc", reasoning_rule("")),
+    ],
+)
+def test_an_answer_may_go_on_within_reasoning(begun, rule):
+    prompt = f"<|im_start|>user\nuse <think>.<|im_end|>\n<|im_start|>assistant\n{begun}"
+    assert reasoning_rule(prompt, begun) == rule
 
 
 def test_a_chat(place):
@@ -247,14 +261,11 @@ def test_a_form_holds_for_what_follows_the_reasoning(place):
     tokenizer = load_tokenizer(TINY)
     compiler = GrammarCompiler(tokenizer, 272, [258])
     schema = json.dumps({"enum": [1, 2]})
-    tools = [
-        {
-            "function": {
-                "name": "f",
-                "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
-            }
-        }
-    ]
+    nested = {
+        "$defs": {"X": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/X"}]}},
+        "properties": {"x": {"$ref": "#/$defs/X"}},
+    }
+    tools = [{"function": {"name": name, "parameters": nested}} for name in ('"é"', "f")]
 
     def fits(form, text):
         grammar = compiler.compile(StructuredOutputsParams(grammar=form))
@@ -281,7 +292,36 @@ def test_a_form_holds_for_what_follows_the_reasoning(place):
                     assert fits(form, text[:-1] + CALL)
                     assert fits(form, f"{text[:-1]}{CALL}\n{CALL}") == several
                     assert not fits(form, text[:-1] + CALL.replace("f", "g"))
+                    assert fits(
+                        form, text[:-1] + CALL.replace('"f"', json.dumps('"é"', ensure_ascii=False))
+                    )
     body = {"messages": ASK, "temperature": 0, "max_tokens": 20}
     form = {"type": "json_schema", "json_schema": {"schema": {"enum": [1, 2]}}}
     answer = place.post("/v1/chat/completions", {**body, "response_format": form}).json()
     assert answer["choices"][0]["message"]["content"] in ("1", "2")
+
+
+@pytest.mark.parametrize(
+    ("form", "is_special"), [(None, False), (None, True), ({"type": "json_object"}, False)]
+)
+def test_tags_may_be_tokens(form, is_special, thinking, tmp_path):
+    """As those of Qwen3 are: a model may begin and end its reasoning by them before a form. A model
+    that always writes one is made by a bias.
+    """
+    pytest.importorskip("llguidance")
+    path = Path(shutil.copytree(thinking, tmp_path / "model"))
+    tokenizer = load_tokenizer(path)
+    tags = [AddedToken(tag, special=is_special) for tag in ("<think>", "</think>")]
+    tokenizer.add_tokens(tags, special_tokens=is_special)
+    tokenizer.save_pretrained(path)
+    begin, end = (tokenizer.convert_tokens_to_ids(tag.content) for tag in tags)
+    body = {"messages": ASK, "temperature": 0, "max_tokens": 3}
+    body |= {} if form is None else {"response_format": form}
+    with serving(path) as place:
+
+        def ask(tag, **variables):
+            asked = {**body, "logit_bias": {tag: 100}, "chat_template_kwargs": variables}
+            return place.post("/v1/chat/completions", asked).json()["choices"][0]["message"]
+
+        assert ask(begin) == {**ask(begin), "content": "", "reasoning": "<think>" * 2}
+        assert "reasoning" not in ask(end, opened=True)
