@@ -366,14 +366,16 @@ def _with_tags_as_text(whole: str, tags: Collection[int]) -> str:
 
     The library takes each added token like `<think>` for a special one, which spells nothing.
     """
-    read = json.loads(whole)
-    vocab = read["model"]["vocab"]
-    if not isinstance(vocab, dict):  # its ids are places in a list
+    key, decoder = '"added_tokens":', json.JSONDecoder()
+    begin = whole.index(key) + len(key)
+    added, end = decoder.raw_decode(whole, begin)
+    vocab = whole.index('"vocab":', whole.index('"model":{', end)) + len('"vocab":')
+    if whole[vocab] != "{":  # its ids are places in a list
         return whole
-    for token in read["added_tokens"]:  # all, as ids of others are numbered after the vocabulary
-        vocab[token["content"]] = token["id"]
-    read["added_tokens"] = [token for token in read["added_tokens"] if token["id"] not in tags]
-    return json.dumps(read, ensure_ascii=False)
+    # All, as ids of others are numbered after the vocabulary. Most of the text stays as it is.
+    entries = json.dumps({token["content"]: token["id"] for token in added})[1:-1]
+    kept = json.dumps([token for token in added if token["id"] not in tags])
+    return f"{whole[:begin]}{kept}{whole[end:vocab]}{{{entries}, {whole[vocab + 1 :]}"
 
 
 def _lark(name: str, value: Any) -> str:
