@@ -5,6 +5,7 @@ equal values.
 from typing import Any
 
 import torch
+from torch import _C  # PyTorch has no public name for `_has_storage`
 
 # The dtypes of safetensors by those of PyTorch.
 DTYPES = {
@@ -48,17 +49,30 @@ class TensorSource:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that no file could hold as it is: without values, sparse or quantised.
+    """Refuse a tensor that no file could hold as it is: without values of its own, sparse or
+    quantised.
 
     Raises:
         ValueError: naming it, with the remedy.
     """
     if tensor.is_meta:
         raise ValueError(f"tensor {name} has no values: it is on the device meta")
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # its memory is elsewhere
+        raise ValueError(
+            f"tensor {name} is of the type {kind.__name__}: pass a plain tensor of all its values, "
+            "such as tensor.full_tensor() of a DTensor"
+        )
     if tensor.layout is not torch.strided:
         raise ValueError(f"tensor {name} has the layout {tensor.layout}: pass tensor.to_dense()")
     if tensor.is_quantized:
         raise ValueError(f"tensor {name} is {tensor.dtype}: pass tensor.dequantize()")
+    # Under a transform of torch.func a tensor has no storage, but another tensor in it.
+    if _C._has_storage(tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise ValueError(
+            f"tensor {name} has no values: its memory is freed, as FSDP does between its steps; "
+            "gather it first"
+        )
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

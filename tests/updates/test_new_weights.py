@@ -20,8 +20,13 @@ import mxfp4_checkpoints
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from new_weights import PARAMS, PROMPTS, assert_weights_change, results, with_other_values
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor, init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpoints import SMALL, greedy, make_checkpoint, rare, tokens
 from nanovllm import LLM, AsyncLLM, SamplingParams, share_weights
@@ -412,6 +417,96 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
                 use()
         llm.abort_all()
         llm.update_weights(new)
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP1 leaves parameters between steps."""
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """This process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "error"),
+    [
+        (lambda x, mesh: distribute_tensor(x, mesh, [Replicate()]), r"DTensor: .*full_tensor\(\)"),
+        (
+            lambda x, _: AsyncCollectiveTensor(x),
+            "is of the type AsyncCollectiveTensor: pass a plain tensor",
+        ),
+        (lambda x, _: TwoTensor(x, x), "is of the type TwoTensor: pass a plain tensor"),
+        (
+            lambda x, _: torch.nn.Parameter(TwoTensor(x, x)),
+            "is of the type TwoTensor: pass a plain tensor",
+        ),
+        (lambda x, _: fake(x), "is of the type FakeTensor: pass a plain tensor"),
+        (lambda x, _: freed(x), "has no values: its memory is freed.*gather it first"),
+    ],
+    ids=["dtensor", "collective", "two", "parameter", "fake", "freed"],
+)
+def test_tensors_whose_memory_is_elsewhere_are_refused(
+    wrap: Any, error: str, mesh: DeviceMesh, paths: tuple[Path, Path]
+) -> None:
+    """The process died of some of them."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    new = tensors_of(paths[1])
+    wrong = new | {name: wrap(new[name], mesh)}
+    pefts = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    adapter = {"peft_type": "LORA", "r": 64}, {pefts: wrong[name]}
+    with LLM(paths[0], **OPTIONS) as llm:
+        before = results(llm)
+        for given in (wrong, list(wrong.items()), iter([(name, wrong[name])])):
+            with pytest.raises(ValueError, match=f"tensor {name} .*{error}"):
+                llm.update_weights(given)
+        with pytest.raises(ValueError, match=f"tensor {name} .*{error}"), share_weights(wrong):
+            pass
+        with pytest.raises(ValueError, match=f"tensor {pefts} .*{error}"):
+            llm.load_adapter(adapter)
+        llm.reset_prefix_cache()
+        assert results(llm) == before and llm.weight_version == 0
+
+
+@torch.no_grad()
+def test_plain_tensors_of_all_kinds(paths: tuple[Path, Path]) -> None:
+    """Parameters, views, inference tensors; and those of `torch.func`, which have no storage."""
+    name = "model.norm.weight"
+    new = tensors_of(paths[1])
+    with torch.inference_mode():
+        inference = new[name].clone()
+    kinds = [
+        torch.nn.Parameter(new[name]),
+        torch.stack([new[name]] * 2, 1)[:, 0],
+        torch._neg_view(-new[name]),
+        (torch.zeros_like(new[name]) - 1j * new[name]).conj().imag,
+        inference,
+    ]
+    with LLM(paths[0], **OPTIONS) as llm:
+        wanted = results_after(llm, paths[1])
+        for kind in kinds:
+            llm.update_weights(tensors_of(paths[0]))
+            llm.update_weights(new | {name: kind})
+            assert results(llm) == wanted
+
+        def learn(norm: torch.Tensor) -> torch.Tensor:
+            llm.update_weights(new | {name: norm})
+            return norm.sum()
+
+        llm.update_weights(tensors_of(paths[0]))
+        torch.func.grad(learn)(new[name])
+        assert results(llm) == wanted
 
 
 def test_tensors_that_use_the_engine_are_told_that_it_is_busy(paths: tuple[Path, Path]) -> None:
