@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from ranks_in_threads import ThreadedExecutor
 from safetensors.torch import load_file, save_file
 
 from checkpoints import SMALL, copy_checkpoint, greedy
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, share_weights
 from nanovllm.engine import llm_engine
 
 # More than a block each, so that the second run of them hits the prefix cache.
@@ -76,6 +77,34 @@ def assert_weights_change(path: Path, other: Path, **options: Any) -> None:
         names = sorted(old, key=lambda name: RNG.random())
         llm.update_weights((name, as_float64(old[name])) for name in names)
         assert results(llm) == before
+
+
+def assert_models_fit(
+    path: Path, other: Path, kind: Any = transformers.AutoModelForCausalLM, **options: Any
+) -> None:
+    """An engine of `path` becomes one of `other` by the tensors of a model of transformers: all at
+    once, one after another, and in two parts of another process.
+    """
+    options = {**SMALL, "num_kvcache_blocks": 64, **options}
+    with LLM(str(other), **options) as fresh:
+        wanted = results(fresh)
+    old = load_file(path / "model.safetensors")
+    new = kind.from_pretrained(other, dtype=torch.float32).state_dict()
+    with LLM(str(path), **options) as llm:
+        llm.update_weights(new)
+        assert results(llm) == wanted
+        llm.update_weights(old)
+        assert results(llm) != wanted
+        llm.update_weights(iter(new.items()))
+        assert results(llm) == wanted
+        llm.update_weights(old)
+        llm.start_weight_update()
+        names = sorted(new, key=lambda name: RNG.random())
+        for some in (names[::2], names[1::2]):
+            with share_weights({name: new[name] for name in some}) as message:
+                llm.update_weights_ipc(message)
+        llm.finish_weight_update()
+        assert results(llm) == wanted
 
 
 def as_float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from nanovllm.adapters.config import BY_PEFT, AdapterConfig
-from nanovllm.adapters.parameters import Place, Places, parameters
+from nanovllm.adapters.parameters import parameters
 from nanovllm.checkpoint.modules import OTHER_PARTS, without_prefix
-from nanovllm.checkpoint.names import left_out_prefixes
+from nanovllm.checkpoint.names import Place, Places, left_out_prefixes
 from nanovllm.utils.checks import listed
 
 PREFIX = "base_model.model."

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from nanovllm.checkpoint.names import (
     EMBEDDING,
     HEAD,
+    RENAMED,
+    Places,
     Wanted,
     has_tower,
     is_left_out,
@@ -17,6 +19,22 @@ from nanovllm.utils.checks import listed
 
 SOURCE = "the model"
 OF_PEFT = "base_model.model.", ".base_layer.", ".lora_"  # in names of a PeftModel's tensors
+
+
+class Piece(NamedTuple):
+    """A tensor of the model, and the part of a given tensor that fills it.
+
+    Attributes:
+        name: the model's name.
+        expert: number of the expert whose matrix it is; None: the given tensor as a whole.
+        half: half of that matrix's rows that it is, 0 or 1; None: all rows.
+        is_transposed: whether it is the transpose of each expert's matrix.
+    """
+
+    name: str
+    expert: int | None = None
+    half: int | None = None
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,10 +55,46 @@ class Expected:
         return HEAD not in self.wanted
 
     @cached_property
-    def own_names(self) -> dict[str, str]:
-        """The model's name of each tensor, by all names that a checkpoint may have for it."""
-        own = {spelling: name for name in self.wanted for spelling in spellings(name, self.is_part)}
-        return own | dict.fromkeys(spellings(HEAD, self.is_part), HEAD) if self.is_tied else own
+    def pieces(self) -> dict[str, list[Piece]]:
+        """The pieces of each tensor, by all names that a checkpoint or a model of transformers may
+        have for it: such a model stacks experts that the checkpoint has one by one.
+        """
+        found: dict[str, list[Piece]] = {}
+        for own, places in self._places.stacks():
+            found[own] = [Piece(place.name, place.expert, place.half) for place in places]
+        for name in self.wanted:
+            found[name.replace(*RENAMED)] = found[name] = [Piece(name)]
+        if self.is_tied:
+            found[HEAD] = [Piece(HEAD)]
+        return {
+            spelling: pieces
+            for own, pieces in found.items()
+            for spelling in spellings(own, self.is_part)
+        }
+
+    @cached_property
+    def _places(self) -> Places:
+        return Places(self.wanted)
+
+    def wanted_of(self, pieces: list[Piece]) -> Wanted:
+        """The requirements on a tensor of these pieces."""
+        name, expert, *_ = pieces[-1]
+        wanted = self.wanted[EMBEDDING if name == HEAD and self.is_tied else name]
+        if expert is None:
+            return wanted
+        rows, columns = wanted.shape
+        num_experts = expert + 1
+        return wanted._replace(shape=[num_experts, len(pieces) // num_experts * rows, columns])
+
+    def has_transposes(self, name: str, shape: list[int], of_model: list[int]) -> bool:
+        """Whether a tensor of this shape has the transposes of the matrices that a tensor of the
+        model stacks. Qwen3-VL-MoE's published files have them as [inputs, outputs], and a model of
+        transformers the other way; gpt-oss's are so in both.
+        """
+        if len(of_model) != 3 or shape != [of_model[0], of_model[2], of_model[1]]:
+            return False
+        [place] = self._places.find(name)
+        return place.is_of_experts and not place.is_transposed and shape != of_model
 
     def leaves_out(self, name: str) -> bool:
         """Whether the model has no place for a tensor of this name, and needs none."""
@@ -71,8 +125,8 @@ class Ledger:
         self._expected = expected
         self._come = set(come)
 
-    def own_name(self, described: Described) -> str | None:
-        """The model's name of a tensor; None if the model leaves it out.
+    def pieces(self, described: Described) -> list[Piece]:
+        """The pieces of a tensor; none if the model leaves it out.
 
         A tied model takes the LM head's tensor, too: the first of the two fills both.
 
@@ -80,23 +134,28 @@ class Ledger:
             ValueError: naming the tensor, if the model has none of this name, shape or dtype, or if
                 it has come before.
         """
-        name = self._expected.own_names.get(described.name)
-        if name is None:
-            if self._expected.leaves_out(described.name):
-                return None
+        name, shape, dtype = described
+        pieces = self._expected.pieces.get(name)
+        if pieces is None:
+            if self._expected.leaves_out(name):
+                return []
             remedy = "pass the tensors by the names that the checkpoint has for them"
-            if any(part in described.name for part in OF_PEFT):
+            if any(part in name for part in OF_PEFT):
                 remedy = "merge the adapter first, or pass it alone to load_adapter()"
-            raise ValueError(f"the model has no tensor {described.name}: {remedy}")
-        is_head = name == HEAD and self._expected.is_tied
-        wanted = self._expected.wanted[EMBEDDING if is_head else name]
-        wanted.check(described.name, described.shape, described.dtype, SOURCE)
-        if name in self._come:
-            raise ValueError(f"tensor {described.name} comes twice in one update")
-        return name
+            raise ValueError(f"the model has no tensor {name}: {remedy}")
+        wanted = self._expected.wanted_of(pieces)
+        first = pieces[0]
+        if first.expert is None and self._expected.has_transposes(first.name, shape, wanted.shape):
+            pieces, shape = [first._replace(is_transposed=True)], wanted.shape
+        wanted.check(name, shape, dtype, SOURCE)
+        if any(piece.name in self._come for piece in pieces):
+            raise ValueError(f"tensor {name} comes twice in one update")
+        return pieces
 
-    def own_names(self, tensors: Iterable[Described], *, are_all: bool = False) -> list[str | None]:
-        """The model's names of tensors that are known before any of them is written.
+    def all_pieces(
+        self, tensors: Iterable[Described], *, are_all: bool = False
+    ) -> list[list[Piece]]:
+        """The pieces of tensors that are known before any of them is written.
 
         Args:
             tensors: tensors that come together.
@@ -106,18 +165,18 @@ class Ledger:
             ValueError: naming one that is wrong, or those that are missing.
         """
         trial = Ledger(self._expected, self._come)
-        names = []
+        found = []
         for described in tensors:
-            name = trial.own_name(described)
-            names.append(name)
-            trial.book([name])
+            pieces = trial.pieces(described)
+            found.append(pieces)
+            trial.book(pieces)
         if are_all:
             trial.check_complete()
-        return names
+        return found
 
-    def book(self, names: Iterable[str | None]) -> None:
-        """Count tensors as come, by the model's names."""
-        self._come.update(name for name in names if name is not None)
+    def book(self, pieces: Iterable[Piece]) -> None:
+        """Count tensors of the model as come."""
+        self._come.update(piece.name for piece in pieces)
 
     @property
     def num_come(self) -> int:

@@ -7,7 +7,7 @@ numbers, and nothing remains when its owner ends.
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.device_memory import driver
 from nanovllm.tensors.source import DTYPES
-from nanovllm.updates.ledger import Described
+from nanovllm.updates.ledger import Described, Piece
 from nanovllm.utils.device import wait_for_device
 from nanovllm.utils.integers import cdiv
 
@@ -60,32 +60,26 @@ class Parcel(NamedTuple):
         begins: first byte of each tensor.
         num_bytes: size of the buffer.
         memory: place of its bytes.
+        pieces: the model's tensors in each of them; empty: each is one, of its own name.
     """
 
     tensors: list[Described]
     begins: list[int]
     num_bytes: int
     memory: HostMemory | DeviceMemory
-
-    def renamed(self, names: list[str | None]) -> "Parcel":
-        """The same buffer with other names of its tensors, without those whose name is None."""
-        kept = [
-            (described._replace(name=name), begin)
-            for described, begin, name in zip(self.tensors, self.begins, names, strict=True)
-            if name is not None
-        ]
-        return self._replace(
-            tensors=[described for described, _ in kept], begins=[begin for _, begin in kept]
-        )
+    pieces: Sequence[list[Piece]] = ()
 
     def views(self, buffer: torch.Tensor) -> Iterator[Named]:
         """The tensors in the buffer: [num_bytes] uint8."""
-        for (name, shape, dtype_name), begin in zip(self.tensors, self.begins, strict=True):
+        own = self.pieces or [[Piece(described.name)] for described in self.tensors]
+        for (_, shape, dtype_name), begin, pieces in zip(
+            self.tensors, self.begins, own, strict=True
+        ):
             dtype = TORCH_DTYPES[dtype_name]
             size = dtype.itemsize
             for n in shape:
                 size *= n
-            yield name, buffer[begin : begin + size].view(dtype).view(shape)
+            yield from in_pieces(buffer[begin : begin + size].view(dtype).view(shape), pieces)
 
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[list[Named]]:
@@ -195,6 +189,15 @@ class Buffer:
 def describe(name: str, tensor: torch.Tensor) -> Described:
     """A tensor's name, shape and dtype."""
     return Described(name, list(tensor.shape), DTYPES.get(tensor.dtype, str(tensor.dtype)))
+
+
+def in_pieces(tensor: torch.Tensor, pieces: Iterable[Piece]) -> Iterator[Named]:
+    """The model's tensors, with their names, that a tensor has: views."""
+    for piece in pieces:
+        part = tensor if piece.expert is None else tensor[piece.expert]
+        if piece.half is not None:
+            part = part.chunk(2)[piece.half]
+        yield piece.name, part.mT if piece.is_transposed else part
 
 
 def room_of(num_bytes: int) -> int:

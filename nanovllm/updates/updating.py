@@ -3,6 +3,7 @@
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -10,9 +11,9 @@ import torch
 from nanovllm.adapters.adapter import Given
 from nanovllm.tensors.source import check_plain
 from nanovllm.updates.hold import Hold, Version
-from nanovllm.updates.ledger import Ledger
+from nanovllm.updates.ledger import Ledger, Piece
 from nanovllm.updates.memory import Memory
-from nanovllm.updates.parcel import Named, Parcel, describe
+from nanovllm.updates.parcel import Named, Parcel, describe, in_pieces
 from nanovllm.updates.sleeping import WEIGHTS
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -61,18 +62,20 @@ class WeightUpdates:
                 self.add(tensors)
                 self.finish(version)
             return
-        own = _own_tensors(tensors, ledger, are_all=True)
+        own, pieces = _own_tensors(tensors, ledger, are_all=True)
         with self._whole(ledger):
-            self._memory.fill(own, lambda: ledger.book(name for name, _ in own))
+            self._memory.fill(own, lambda: ledger.book(pieces))
             self.finish(version)
 
     def update_by(self, parcel: Parcel, version: Version | None) -> None:
         """A whole update by one parcel of another process."""
         version = _read_version(version)
         ledger = Ledger(self._memory.expected())
-        names = ledger.own_names(parcel.tensors, are_all=True)
+        pieces = ledger.all_pieces(parcel.tensors, are_all=True)
         with self._whole(ledger):
-            self._memory.fill_parcel(parcel.renamed(names), lambda: ledger.book(names))
+            self._memory.fill_parcel(
+                parcel._replace(pieces=pieces), lambda: ledger.book(chain(*pieces))
+            )
             self.finish(version)
 
     @contextmanager
@@ -129,16 +132,18 @@ class WeightUpdates:
             with self._failing(since=ledger.num_come):
                 self._memory.fill(_booked(named_tensors(tensors), ledger), lambda: None)
             return
-        own = _own_tensors(tensors, ledger)
+        own, pieces = _own_tensors(tensors, ledger)
         with self._failing(since=ledger.num_come):
-            self._memory.fill(own, lambda: ledger.book(name for name, _ in own))
+            self._memory.fill(own, lambda: ledger.book(pieces))
 
     def add_parcel(self, parcel: Parcel) -> None:
         """Write the tensors of another process's parcel, see `add`."""
         ledger = self._open_ledger()
-        names = ledger.own_names(parcel.tensors)
+        pieces = ledger.all_pieces(parcel.tensors)
         with self._failing(since=ledger.num_come):
-            self._memory.fill_parcel(parcel.renamed(names), lambda: ledger.book(names))
+            self._memory.fill_parcel(
+                parcel._replace(pieces=pieces), lambda: ledger.book(chain(*pieces))
+            )
 
     def reload(self, adapters: Sequence[Given], name: str) -> None:
         """Fill the weights from the checkpoint again.
@@ -211,23 +216,28 @@ def _read_version(version: object) -> Version | None:
     return int(version)
 
 
-def _own_tensors(tensors: Tensors, ledger: Ledger, *, are_all: bool = False) -> list[Named]:
-    """Tensors that are all there, by the model's names, without those that it leaves out."""
+def _own_tensors(
+    tensors: Tensors, ledger: Ledger, *, are_all: bool = False
+) -> tuple[list[Named], list[Piece]]:
+    """The model's tensors, by its names, in tensors that are all there; and what they are."""
     named = list(named_tensors(tensors))
     described = [describe(name, tensor) for name, tensor in named]
-    names = ledger.own_names(described, are_all=are_all)
-    return [
-        (name, tensor) for name, (_, tensor) in zip(names, named, strict=True) if name is not None
+    pieces = ledger.all_pieces(described, are_all=are_all)
+    own = [
+        each
+        for (_, tensor), some in zip(named, pieces, strict=True)
+        for each in in_pieces(tensor, some)
     ]
+    return own, list(chain(*pieces))
 
 
 def _booked(tensors: Iterable[Named], ledger: Ledger) -> Iterator[Named]:
     """The tensors that fill something, by the model's names, each counted when it is asked for."""
     for name, tensor in tensors:
-        own = ledger.own_name(describe(name, tensor))
-        if own is not None:
-            ledger.book([own])
-            yield own, tensor
+        pieces = ledger.pieces(describe(name, tensor))
+        for piece, own in zip(pieces, in_pieces(tensor, pieces), strict=True):
+            ledger.book([piece])
+            yield own
 
 
 def check_tensors(tensors: object) -> None:

@@ -18,7 +18,7 @@ import mxfp4_checkpoints
 import pytest
 import torch
 from attention_cases import HAS_CUDA
-from new_weights import assert_weights_change, with_other_values
+from new_weights import assert_models_fit, assert_weights_change, with_other_values
 from plain_modules import assert_layers_know_their_names
 from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
@@ -297,6 +297,26 @@ REPLACED = {"phi 3", "qwen2, tied", "llama, biases", "qwen 3 moe", "gpt oss", "g
 )
 def test_new_weights_are_those_of_a_fresh_engine(path: Path, tmp_path: Path) -> None:
     assert_weights_change(path, with_other_values(path, tmp_path / "other"))
+
+
+# Experts that the checkpoint has one by one, or under other names; packed tensors; tied heads.
+LEARNT = {"qwen 3 moe", "mixtral", "gpt oss", "phi 3", "qwen2, tied"}
+
+
+@pytest.mark.parametrize(
+    "path", with_rare(CHECKPOINTS, *(CHECKPOINTS.keys() - LEARNT)), indirect=True
+)
+def test_new_weights_of_a_model_of_transformers(path: Path, tmp_path: Path) -> None:
+    assert_models_fit(path, with_other_values(path, tmp_path / "other"))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("path", ["mixtral"], indirect=True)
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, rare({"data_parallel_size": 2})])
+def test_new_weights_of_a_model_for_several_ranks(
+    options: dict[str, int], path: Path, tmp_path: Path
+) -> None:
+    assert_models_fit(path, with_other_values(path, tmp_path / "other"), **options)
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)

@@ -20,7 +20,7 @@ import torch
 from attention_cases import HAS_CUDA
 from fp8_checkpoints import quantised_copy
 from int4_checkpoints import checkpoints as int4_checkpoints
-from new_weights import assert_weights_change, with_other_values
+from new_weights import assert_models_fit, assert_weights_change, with_other_values
 from plain_modules import assert_layers_know_their_names
 from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
@@ -184,6 +184,7 @@ def test_ranks_divide_the_heads(path: Path) -> None:
 def test_new_weights_are_those_of_a_fresh_engine(path: Path, tmp_path: Path) -> None:
     other = with_other_values(path, tmp_path / "other")
     assert_weights_change(path, other, **OPTIONS)
+    assert_models_fit(path, other, **OPTIONS)
 
 
 @pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)

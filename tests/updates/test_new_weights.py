@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from new_weights import PARAMS, PROMPTS, assert_weights_change, results, with_other_values
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -417,6 +418,53 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
                 use()
         llm.abort_all()
         llm.update_weights(new)
+
+
+def test_what_is_wrong_with_stacked_experts_is_named(tmp_path: Path) -> None:
+    """By the names that a model of transformers has for them."""
+    path = make_checkpoint(tmp_path / "model", "mixtral", num_local_experts=3)
+    new = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+    module = "model.layers.1.block_sparse_moe"
+    both, router = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.gate.weight"
+    one = f"{module}.experts.2.w3.weight"
+    single = {one: new[both][2, 96:]}
+    shape = r"but the model implies \[3, 192, 64\]"
+    wrong: list[tuple[Any, str]] = [
+        (new | {both: new[both][:2]}, rf"{both} has shape \[2, 192, 64\], {shape}"),
+        (new | {both: new[both][:, 1:]}, rf"{both} has shape \[3, 191, 64\], {shape}"),
+        (new | {both: new[both].mT}, rf"{both} has shape \[3, 64, 192\], {shape}"),
+        (new | {both: new[both].long()}, f"{both} is I64, but the model implies F64"),
+        (new | {router: new[router][1:]}, rf"{router} has shape \[2, 64\]"),
+        ([*new.items(), (both, new[both])], f"{both} comes twice in one update"),
+        ([*single.items(), *new.items()], f"{both} comes twice in one update"),
+        ([*new.items(), *single.items()], f"{one} comes twice in one update"),
+        (
+            {name: tensor for name, tensor in new.items() if name != both},
+            f"missing from the update: {module}.experts.0.w1.weight, {module}.experts.0.w3.weight",
+        ),
+        (new | {f"{both}_bias": new[both]}, f"the model has no tensor {both}_bias"),
+    ]
+    with LLM(path, **OPTIONS) as llm:
+        before = results(llm)
+        for tensors, error in wrong:
+            with pytest.raises(ValueError, match=error):
+                llm.update_weights(tensors)
+        with share_weights({both: new[both]}) as message:
+            llm.start_weight_update()
+            llm.update_weights(single)
+            with pytest.raises(ValueError, match=f"{both} comes twice in one update"):
+                llm.update_weights_ipc(message)
+            with pytest.raises(ValueError, match=f"{both} comes twice in one update"):
+                llm.update_weights(iter([(both, new[both])]))
+            rest = [
+                f"{module}.experts.{i}.{part}.weight" for i in (0, 1, 2) for part in ("w1", "w3")
+            ]
+            rows = [rows for each in new[both] for rows in each.chunk(2)]
+            some = dict(zip(rest, rows, strict=True))
+            llm.update_weights({name: some[name] for name in rest[:-1]})
+            llm.update_weights({name: tensor for name, tensor in new.items() if name != both})
+            llm.finish_weight_update()
+        assert results(llm) == before
 
 
 def fake(tensor: torch.Tensor) -> torch.Tensor:

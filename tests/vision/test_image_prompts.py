@@ -18,12 +18,13 @@ from vision_checkpoints import (
     reference,
     reference_beams,
     reference_logprobs,
+    reference_model,
     run,
     with_inputs_first,
 )
 
 from checkpoints import SMALL, copy_checkpoint, edit_json, greedy, rare, tokens
-from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams, share_weights
 
 FLAT, TALL = picture(32, 256, 1), picture(192, 64, 2)
 LARGE, OTHER = picture(160, 192, 3), picture(160, 192, 4)  # of equal size
@@ -260,6 +261,30 @@ def test_experts_in_one_tensor(
         assert reference(path, PROMPTS[3], 6) == wanted[3][:6]
     with LLM(path, **SMALL, tensor_parallel_size=size) as llm:
         assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
+
+
+@pytest.mark.parametrize("path", ["qwen3-vl-moe"], indirect=True)
+def test_new_weights_have_experts_either_way_round(
+    path: Path, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """A model of transformers has them the other way round than published files."""
+    mirrored = with_inputs_first(path, tmp_path / "mirrored")
+    other = VISION["qwen3-vl-moe"](tmp_path / "other", seed=9)
+    published = with_inputs_first(other, tmp_path / "published")
+    for engine, new in (
+        (published, reference_model(path).state_dict()),
+        (other, load_file(mirrored / "model.safetensors")),
+    ):
+        with LLM(engine, **SMALL) as llm:
+            before = tokens(run(llm, PROMPTS, PARAMS))
+            assert before != wanted
+            llm.update_weights(new)
+            assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
+            llm.update_weights(load_file(engine / "model.safetensors"))
+            assert tokens(run(llm, PROMPTS, PARAMS)) == before
+            with share_weights(new) as message:
+                llm.update_weights_ipc(message)
+            assert tokens(run(llm, PROMPTS, PARAMS)) == wanted
 
 
 def test_replicas_get_the_pixels(path: Path, wanted: list[list[int]]) -> None:
