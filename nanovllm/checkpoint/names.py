@@ -1,5 +1,5 @@
-"""Names of a checkpoint's tensors in all their spellings, the requirements on each, and `Places`, by
-which parameters of a model of transformers are found among them.
+"""Names of a checkpoint's tensors in all their spellings, the requirements on each, and `Places`:
+those of the parameters that a model of transformers has.
 """
 
 import re

@@ -9,6 +9,7 @@ from nanovllm.checkpoint.names import (
     EMBEDDING,
     HEAD,
     RENAMED,
+    TOWER,
     Places,
     Wanted,
     has_tower,
@@ -18,6 +19,10 @@ from nanovllm.checkpoint.names import (
 from nanovllm.utils.checks import listed
 
 SOURCE = "the model"
+OF_TEXT = (  # what to do with an update of the text model alone
+    ": pass the checkpoint's own tensors of the part for images, too, or build the engine with "
+    "language_model_only=True"
+)
 OF_PEFT = "base_model.model.", ".base_layer.", ".lora_"  # in names of a PeftModel's tensors
 
 
@@ -190,7 +195,8 @@ class Ledger:
             ValueError: naming them.
         """
         if missing := self._missing():
-            raise ValueError(f"missing from the update: {listed(missing)}")
+            remedy = OF_TEXT if all(name.startswith(TOWER) for name in missing) else ""
+            raise ValueError(f"missing from the update: {listed(missing)}{remedy}")
 
     def _missing(self) -> list[str]:
         come, wanted = self._come, self._expected.wanted

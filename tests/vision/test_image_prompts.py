@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from modes import Mode, engine_in, in_every_mode
 from safetensors.torch import load_file
 from vision_checkpoints import (
@@ -314,6 +315,40 @@ def test_new_weights_are_those_of_the_tower_too(
         llm.wake_up()
         assert tokens(run(llm, PROMPTS[which], PARAMS[which])) == wanted[which]
         assert llm.metrics()["num_images_encoded"] == before + 8
+
+
+@pytest.mark.parametrize("path", ["qwen3.5"], indirect=True)
+def test_new_weights_of_the_text_model_alone(path: Path, tmp_path: Path) -> None:
+    """The error's remedies: the checkpoint's own tower, too, or an engine without it."""
+    other = VISION["qwen3.5"](tmp_path / "other", seed=9)
+    learner = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    new = learner.state_dict()
+    tower = {k: v for k, v in load_file(other / "model.safetensors").items() if ".visual." in k}
+    text, image = slice(1, 2), slice(2, 3)
+    with LLM(path, **SMALL) as fresh:
+        wanted = run(fresh, PROMPTS[text], [greedy(9, logprobs=2)])
+    with LLM(other, **SMALL) as llm:
+        before = tokens(run(llm, PROMPTS[image], PARAMS[image]))
+        remedy = "visual.*: pass the .* tensors of the part for images, too, or .*_only=True$"
+        with pytest.raises(ValueError, match=f"missing from the update: {remedy}"):
+            llm.update_weights(new)
+        with pytest.raises(
+            ValueError, match=r"missing from the update: model\.norm\.weight, vis[^:]+$"
+        ):
+            llm.update_weights({k: v for k, v in new.items() if k != "model.norm.weight"})
+        llm.update_weights(new | tower)
+        assert same(run(llm, PROMPTS[text], [greedy(9, logprobs=2)]), wanted)
+        assert tokens(run(llm, PROMPTS[image], PARAMS[image])) != before
+    with LLM(other, **SMALL, language_model_only=True) as llm:
+        llm.update_weights(new)
+        assert same(run(llm, PROMPTS[text], [greedy(9, logprobs=2)]), wanted)
+
+
+def same(some: list[Any], others: list[Any]) -> bool:
+    """Whether outputs have the same tokens and log-probabilities."""
+    return [list(each.outputs[0].logprobs) for each in some] == [
+        list(each.outputs[0].logprobs) for each in others
+    ]
 
 
 def test_without_the_tower_text_runs_as_before(path: Path, wanted: list[list[int]]) -> None:
