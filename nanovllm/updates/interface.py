@@ -71,8 +71,9 @@ class Updatable(ABC):
                 GPU. Weights that are quantised while they are
                 loaded are so here, too; those of a quantised checkpoint are replaced by tensors of
                 the same format. A tied LM head may come or not.
-            version: version of the new weights, a number or a string; None: the number of updates
-                so far.
+            version: version of the new weights, a number or a string; None: the next number, one
+                more than the largest so far. Updates with versions of their own, and adapters that
+                are loaded or unloaded, take a number, too.
 
         Raises:
             TypeError, ValueError: naming the tensor that is wrong, or those that are missing.

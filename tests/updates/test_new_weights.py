@@ -683,6 +683,12 @@ def test_versions_and_names_of_vllm(paths: tuple[Path, Path]) -> None:
         for counted in (4, 5):  # no number twice
             llm.update_weights(new)
             assert llm.weight_version == counted
+        for own in ("a", 2):
+            llm.update_weights(new, version=own)
+        llm.update_weights(new)
+        assert llm.weight_version == 8
+        llm.unload_adapter()
+        assert llm.weight_version == 9
         with pytest.raises(TypeError, match="`version` must be a number or a string, got True"):
             llm.update_weights(new, version=True)
 
