@@ -1,5 +1,6 @@
 """`Record` and `Row`: the common abilities of all outputs, beside their fields."""
 
+import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -42,8 +43,8 @@ class Record:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as dictionaries, lists, strings, numbers and None, the types of JSON, but for
-        -inf, the log-probability of a token that could not come, which `json` reads and writes.
+        """All fields as dictionaries, lists, strings, numbers and None, the types of JSON. Infinity,
+        which JSON lacks, is None: a token that could not come has the log-probability -inf.
 
         A place of `TokenLogprobs` becomes a list of its tokens, each a dictionary with its
         `token_id`: keys in JSON are strings. `json.dumps` accepts the result, but not the output
@@ -86,6 +87,8 @@ def _plain(value: Any) -> Any:
         return [{"token_id": token, **item.to_dict()} for token, item in value.items()]
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value
 
 

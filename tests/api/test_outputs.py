@@ -65,6 +65,26 @@ def test_outputs_survive_json(results):
     assert json.loads(text) == {"all": [output.to_dict() for output in results["generate"]]}
 
 
+def test_what_could_not_come_is_null_in_json():
+    labels = list(b"ab")
+    params = SamplingParams(
+        max_tokens=1,
+        top_k=1,
+        seed=1,
+        logprob_token_ids=labels,
+        logprobs_mode="processed_logprobs",
+    )
+    with LLM(TINY, **SMALL) as llm:
+        [output] = llm.generate([TEXT], params, use_tqdm=False)
+    [place] = output.outputs[0].logprobs
+    assert [place[label].logprob for label in labels] == [-math.inf] * 2
+    kept = output.to_dict()
+    assert json.loads(json.dumps(kept, allow_nan=False)) == kept
+    [place] = kept["outputs"][0]["logprobs"]
+    found = {item["token_id"]: item["logprob"] for item in place}
+    assert [found[label] for label in labels] == [None] * 2
+
+
 def rebuilt(kind, kept):
     """The output that a dictionary was made of."""
     parts = {
