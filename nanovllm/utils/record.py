@@ -43,8 +43,8 @@ class Record:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as dictionaries, lists, strings, numbers and None, the types of JSON. Infinity,
-        which JSON lacks, is None: a token that could not come has the log-probability -inf.
+        """All fields as dictionaries, lists, strings, numbers and None, the types of JSON, which
+        lacks infinity: the log-probability -inf, of a token that could not come, is None.
 
         A place of `TokenLogprobs` becomes a list of its tokens, each a dictionary with its
         `token_id`: keys in JSON are strings. `json.dumps` accepts the result, but not the output
