@@ -68,9 +68,9 @@ class Updatable(ABC):
             tensors: pairs of a name and a whole tensor, or a dictionary: the names are those of the
                 checkpoint (`model.layers.0.self_attn.q_proj.weight`) or of its model in
                 transformers 5, in any order, of 16, 32 or 64 floating-point bits, on the CPU or a
-                GPU. Weights that are quantised while they are
-                loaded are so here, too; those of a quantised checkpoint are replaced by tensors of
-                the same format. A tied LM head may come or not.
+                GPU. Weights that are quantised while they are loaded are so here, too; those of a
+                quantised checkpoint are replaced by tensors of the same format. A tied LM head may
+                come or not.
             version: version of the new weights, a number or a string; None: the next number, one
                 more than the largest so far. Updates with versions of their own, and adapters that
                 are loaded or unloaded, take a number, too.
