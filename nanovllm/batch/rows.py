@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
+from nanovllm.batch.content import as_content
 from nanovllm.images.prompts import images_of
 from nanovllm.requests.json_params import CHAT_FIELDS, read_params, whole
 from nanovllm.sampling_params import SamplingParams
@@ -125,7 +126,7 @@ def _hash(values: Mapping[str, Any], content: bytes) -> bytes:
     if "messages" in said:
         said["messages"] = read_messages(said["messages"])
     with suppress(TypeError, ValueError, RecursionError):
-        content = json.dumps(said, sort_keys=True, default=str).encode()
+        content = as_content(said, sort_keys=True)
     return xxh3_64_digest(content)
 
 
@@ -141,7 +142,7 @@ def as_rows(items: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
             yield item
             continue
         values = {"prompt": item} if isinstance(item, str) else item
-        content = json.dumps(values, default=str).encode()
+        content = as_content(values)
         yield _once(make_row(number, content, values), seen)
 
 

@@ -141,7 +141,7 @@ def _pillow(image: Any, name: str) -> Picture:
 
     def read() -> NDArray[np.uint8]:
         try:
-            with _lock_of(image):
+            with lock_of(image):
                 image.load()  # reads its file, if it has not been read
             return _on_white(image)
         except BROKEN as error:
@@ -150,7 +150,7 @@ def _pillow(image: Any, name: str) -> Picture:
     return Picture(image.height, image.width, _Same(image), read)
 
 
-def _lock_of(image: Any) -> threading.Lock:
+def lock_of(image: Any) -> threading.Lock:
     """A lock for an image that threads may read at once, in two sizes: Pillow has none."""
     return _LOCKS[(id(image) >> 4) % len(_LOCKS)]
 

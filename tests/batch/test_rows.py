@@ -4,11 +4,18 @@ import io
 import json
 import re
 from dataclasses import replace
+from datetime import datetime, timezone
+from decimal import Decimal
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import get_type_hints
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image as Pillow
 
 from nanovllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from nanovllm.batch import Result, read_rows
@@ -178,6 +185,99 @@ def test_contents_are_known_whatever_they_are_written_like():
     assert len(rows_of(deep)[0].content) == 8
     [odd] = as_rows([{"custom_id": "a", "mine": {1: 2, "b": 3}}])
     assert len(odd.content) == 8
+
+
+def ids_of(values):
+    """What identifies a row, without a `custom_id` and with one."""
+    rows = [*as_rows([values]), *as_rows([{**values, "custom_id": "a"}])]
+    return [row.result_id for row in rows]
+
+
+def test_rows_of_json_are_known_as_ever():
+    """Outputs of earlier versions go on."""
+    values = {"prompt": "ä", "x": [1, 2.5, None, True, {"b": (1,)}], "path": Path("/a")}
+    now = datetime(2026, 1, 2, tzinfo=timezone.utc)
+    plain, own = ids_of({**values, "at": now, "of": Decimal("1.5"), "count": np.int64(3)})
+    assert plain.hex() == "f36713a69cb32b8baadc496ce9aca394"
+    assert own.hex() == "209341f02a9c98f7cd907ca7c21dc3262233d10eb340ef69"
+
+
+def make_pictures(kind, directory):
+    """Two pictures that differ in a few pixels in the middle; both anew at each call."""
+    for place in (400, 401):
+        pixels = np.random.default_rng(0).integers(0, 256, (800, 800, 3), np.uint8)
+        pixels[place, place] ^= 1
+        image = Pillow.fromarray(pixels)
+        if kind == "file":
+            image.save(directory / f"{place}.png")
+            image = Pillow.open(directory / f"{place}.png")
+        elif kind == "palette":
+            image = Pillow.fromarray(pixels[..., 0], "P")
+            image.putpalette(np.arange(768).astype(np.uint8).tobytes())
+        yield {
+            "array": pixels,
+            "objects": np.array([pixels, None], object)[:1],
+            "tensor": torch.from_numpy(pixels),
+            "bytes": pixels.tobytes(),
+            "bytearray": bytearray(pixels),
+            "view": memoryview(pixels.tobytes())[::-1],
+            "struct": MappingProxyType({"bytes": pixels.tobytes()}),
+        }.get(kind, image)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("image", "file", "palette", "array", "objects", "tensor"),
+        *("bytes", "bytearray", "view", "struct"),
+    ],
+)
+def test_rows_are_known_by_the_pixels_in_them(kind, tmp_path):
+    """An edited array was taken for the old one, and a PIL image for another in each process."""
+    pictures, again = ([*make_pictures(kind, tmp_path)] for _ in range(2))
+    ids = [ids_of({"prompt": "x", "multi_modal_data": {"image": each}}) for each in pictures]
+    assert ids == [ids_of({"prompt": "x", "multi_modal_data": {"image": each}}) for each in again]
+    assert all(first != second for first, second in zip(*ids, strict=True))
+
+
+def test_images_differ_in_more_than_their_bytes():
+    image = Pillow.new("P", (4, 6))
+    others = [image.copy() for _ in range(3)] + [Pillow.new("L", (4, 6)), Pillow.new("P", (6, 4))]
+    others[0].putpalette([9, 8, 7])
+    others[1].putpalette([9, 8, 7, 6], "RGBA")
+    others[2].info["transparency"] = b"\0\1"
+    array = np.zeros((4, 6), np.uint8)
+    given = [image, *others, array, array.reshape(6, 4), array.view(np.int8)]
+    ids = [ids_of({"prompt": "x", "image": each}) for each in given]
+    assert len({plain for plain, _ in ids}) == len({own for _, own in ids}) == len(given)
+
+
+def test_a_broken_image_is_the_error_of_its_row(tmp_path):
+    noise = np.random.default_rng(1).integers(0, 256, (200, 200, 3), np.uint8)
+    Pillow.fromarray(noise).save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:60000])
+    first, second = [Pillow.open(tmp_path / "a.png") for _ in range(2)]
+    assert ids_of({"x": first}) == ids_of({"x": second})
+
+
+def test_other_objects_are_known_by_their_text_if_it_stays():
+    def tool(place: str) -> int:
+        """Look up a place."""
+        return len(place)
+
+    def other(place: str) -> int:
+        """Look up another place."""
+        return len(place)
+
+    words = "abcdefgh"
+    assert ids_of({"x": set(words)}) == ids_of({"x": frozenset(words[::-1])})
+    assert ids_of({"x": set(words)}) != ids_of({"x": {*words, "i"}})
+    assert ids_of({"tools": [tool]}) != ids_of({"tools": [other]})
+    for value in (object(), [iter("a")], {"a": SimpleNamespace(b=object())}):
+        with pytest.raises(TypeError, match=r"told from others, got (object|str_\w+|SimpleN\w+): "):
+            ids_of({"x": value})
+    with pytest.raises(TypeError, match=r"values that can be read, got Tensor: .*requires grad"):
+        ids_of({"x": torch.zeros(2, requires_grad=True)})
 
 
 def test_ids_that_come_again_are_errors_of_their_own_rows():

@@ -1,0 +1,86 @@
+"""`as_content`: bytes that tell a row from others, whatever objects of Python it holds.
+
+They are JSON, in which a digest stands for what JSON lacks: the same in each process for the same
+content, and another for any other. Imports no numpy and no Pillow, unless a row has an array or an
+image.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+ADDRESS = re.compile(r"\bat 0x[0-9A-Fa-f]+")  # in the text of an object, which each process changes
+
+
+def as_content(values: Any, *, sort_keys: bool = False) -> bytes:
+    """The fields of a row as bytes.
+
+    Raises:
+        TypeError, ValueError, RecursionError: if they have no such form.
+    """
+    return json.dumps(values, sort_keys=sort_keys, default=_content).encode()
+
+
+def _content(value: Any) -> Any:
+    """A form of a value that JSON lacks."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"bytes {xxh3_128_hexdigest(bytes(value))}"
+    if isinstance(value, os.PathLike):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(as_content(each).decode() for each in value)
+    if isinstance(value, FunctionType):  # a tool, of which the model sees these
+        types = {name: str(kind) for name, kind in value.__annotations__.items()}
+        return [value.__qualname__, value.__doc__, types]
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(value, pillow.Image):
+        return _image(value)
+    if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
+        return _array(value)
+    return _text(value)
+
+
+def _image(image: Any) -> Any:
+    from nanovllm.images.reading import BROKEN, lock_of
+
+    try:
+        with lock_of(image):
+            image.load()  # before its size is asked for: it may turn
+            palette, digest = image.getpalette(None), xxh3_128_hexdigest(image.tobytes())
+    except BROKEN as error:  # the row's own, once its picture is read
+        palette, digest = None, str(error)
+    return ["image", image.mode, image.size, palette, image.info.get("transparency"), digest]
+
+
+def _array(value: Any) -> Any:
+    import numpy as np
+
+    try:
+        array = np.asarray(value)
+    except Exception as error:  # of the object's own
+        raise TypeError(
+            f"a row must hold values that can be read, got {type(value).__name__}: {error}"
+        ) from None
+    if not array.ndim:  # a number of numpy
+        return _text(value)
+    if array.dtype.hasobject:
+        return ["array", array.shape, array.tolist()]
+    return ["array", str(array.dtype), array.shape, xxh3_128_hexdigest(array.tobytes())]
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    if ADDRESS.search(text):
+        raise TypeError(
+            "a row must hold values by which it can be told from others, got "
+            f"{type(value).__name__}: pass numbers, text, bytes, paths, arrays or PIL images"
+        )
+    return text
