@@ -3,8 +3,9 @@
 Only a window of rows is in the engine, twice as many as it runs at once, and fewer while pictures
 in them take up the memory that images may have: memory does not grow with the input. Rows are
 read, rendered and tokenised between steps, while the device computes: a few at a time, so that it
-does not wait for them, and more while the engine has fewer than it can run. Where messages may name
-images of hosts, threads render them, and other rows pass meanwhile.
+does not wait for them, and more while the engine has fewer than it can run. Conversations that name
+images of hosts are rendered by threads: a few at a time, and none while pictures take up the
+memory; other rows pass meanwhile.
 """
 
 import logging
@@ -28,7 +29,7 @@ from nanovllm.images.prompts import ImagePrompts, NoImages
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.chat import ChatRenderer
 from nanovllm.requests.json_params import PARAMETERS
-from nanovllm.requests.renderings import fetching_threads
+from nanovllm.requests.renderings import THREADS, fetching_threads
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.threads.daemons import Daemons
 
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 BETWEEN_STEPS = 16  # rows to read; they should take less time than a step
 Results: TypeAlias = Generator[Result, None, None]
+AT_ONCE = 2 * THREADS  # rows that threads have, or have fetched the pictures of during a step
 WAIT = 0.1  # seconds to wait for a row before `stop` is asked again
 MAX_HELD = 8  # windows of results that wait for an earlier one
 MAX_NAMES = 1000  # names of fields and parameters to remember
@@ -130,6 +132,7 @@ class _Job:
         self._max_running = llm.config.max_num_seqs * llm.config.data_parallel_size
         self._in_flight: dict[int, tuple[Row, SamplingParams]] = {}
         self._threads: Daemons | None = None  # in a job whose messages may name hosts
+        self._to_render: deque[tuple[Callable[[], Any], Row, SamplingParams]] = deque()
         self._rendering: dict[Future[Any], tuple[Row, SamplingParams]] = {}
         self._order: deque[bytes] = deque()  # keys of rows whose result has not been yielded
         self._ramp = BETWEEN_STEPS  # so that the first steps do not wait for all rows that can run
@@ -155,8 +158,9 @@ class _Job:
                 self._threads = stack.enter_context(fetching_threads())
             stack.callback(self._abort)
             while not self._stop():
-                yield from self._feed()
                 yield from self._queue_rendered()
+                yield from self._feed()
+                self._render_more()
                 if self._in_flight:
                     for output in self._llm.step():
                         row, params = self._in_flight.pop(output.request_id)
@@ -174,7 +178,7 @@ class _Job:
     def _feed(self) -> Results:
         """Read rows and queue them. Yields the results of refused rows."""
         self._ramp = min(2 * self._ramp, self._max_running)
-        missing = self._max_running - len(self._in_flight) - len(self._rendering)
+        missing = self._max_running - self._count
         for _ in range(max(BETWEEN_STEPS, min(missing, self._ramp))):
             if not self._has_room():
                 return
@@ -187,9 +191,14 @@ class _Job:
             if (refused := self._add(row)) is not None:
                 yield refused
 
+    @property
+    def _count(self) -> int:
+        """Number of rows that have been read and have no result."""
+        return len(self._in_flight) + len(self._rendering) + len(self._to_render)
+
     def _has_room(self) -> bool:
         """Whether there is room for another row, and perhaps a row."""
-        count, window = len(self._in_flight) + len(self._rendering), 2 * self._max_running
+        count, window = self._count, 2 * self._max_running
         if self._is_end or count >= window:
             return False
         if count and (len(self._order) >= MAX_HELD * window or not self._llm.core.has_room):
@@ -198,23 +207,32 @@ class _Job:
         return not isinstance(rows, Ahead) or rows.wait(0 if count else WAIT)
 
     def _add(self, row: Row) -> Result | None:
-        """Queue a row, or give it to the threads. Returns its result if it is refused."""
+        """Queue a row, for the engine or for the threads. Returns its result if it is refused."""
         if row.error is not None:
             return Result(row, error=row.error)
         try:
             ask = self._ask(row)
             if ask.messages is None:
                 self._queue(ask.prompt, row, ask.params)
-            elif self._threads is None:
-                self._queue(_render(self.renderer(ask.chat), ask), row, ask.params)
+                return None
+            renderer = self.renderer(ask.chat)
+            if renderer.may_fetch(ask.messages):
+                self._to_render.append((partial(_render, renderer, ask), row, ask.params))
             else:
-                prompt = self._threads.submit(partial(_render, self.renderer(ask.chat), ask))
-                self._rendering[prompt] = row, ask.params
+                self._queue(_render(renderer, ask), row, ask.params)
         except NoPillowError:
             raise  # every row with images would fail, and count as finished
         except MISTAKES as error:
             return Result(row, error=str(error))
         return None
+
+    def _render_more(self) -> None:
+        """Give rows to the threads: a few, since the bytes that they fetch count once queued."""
+        while self._threads is not None and self._to_render and len(self._rendering) < AT_ONCE:
+            if (self._in_flight or self._rendering) and not self._llm.core.has_room:
+                return
+            render, row, params = self._to_render.popleft()
+            self._rendering[self._threads.submit(render)] = row, params
 
     def _queue_rendered(self) -> Results:
         """Queue the rows that threads have rendered. Yields the results of refused ones."""

@@ -13,6 +13,7 @@ from urllib.request import url2pathname
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # RFC 3986; a single letter is a drive
 HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+REMOTE = ("http", "https")
 DOMAINS = "allowed_media_domains"
 MAX_SHOWN = 120  # characters of a path or URL in errors
 
@@ -47,7 +48,7 @@ class Media:
         kind = scheme(named)
         if kind == "data":
             return named
-        if kind in ("http", "https"):
+        if kind in REMOTE:
             if self._fetch is not None:
                 return self._fetch(named, name)
             raise ValueError(
@@ -128,6 +129,11 @@ def scheme(text: str) -> str:
     """The scheme of a URL, in small letters; "" if the text is none."""
     found = SCHEME.match(text)
     return found[1].lower() if found else ""
+
+
+def is_remote(text: str) -> bool:
+    """Whether a text is a URL of http or https."""
+    return scheme(text) in REMOTE
 
 
 def data_of_url(url: str, name: str) -> bytes:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from nanovllm.images.prompts import ImagePrompts, NoImages
-from nanovllm.requests.image_parts import ImageParts, has_images
+from nanovllm.requests.image_parts import ImageParts, may_name_hosts
 from nanovllm.requests.inputs import encode, listed
 from nanovllm.requests.messages import (
     Messages,
@@ -126,7 +126,7 @@ class ChatRenderer:
 
     def may_fetch(self, conversation: Any) -> bool:
         """Whether rendering a conversation may wait for a host."""
-        return self._images.fetches and has_images(conversation)
+        return self._images.fetches and may_name_hosts(conversation)
 
     def _apply(self, messages: Messages) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._options)

@@ -6,6 +6,7 @@ from typing import Any
 from nanovllm.images.picture import PartImage
 from nanovllm.images.processor import read_limits
 from nanovllm.images.prompts import ImagePrompts, NoImages
+from nanovllm.images.urls import is_remote
 from nanovllm.utils.checks import is_list, shown
 
 # Types of parts with an image, and the keys that may hold it.
@@ -24,12 +25,20 @@ OTHER_TYPES = {
 }
 
 
-def has_images(conversation: Any) -> bool:
-    """Whether a part of a conversation is an image, before anything of it is checked."""
-    messages = conversation if is_list(conversation) else ()
-    contents = (each.get("content") for each in messages if isinstance(each, Mapping))
+def may_name_hosts(conversation: Any) -> bool:
+    """Whether an image of a conversation may have to be fetched, before anything is checked."""
+    if not is_list(conversation):
+        return True
+    contents = (each.get("content") for each in conversation if isinstance(each, Mapping))
     parts = (part for content in contents if is_list(content) for part in content)
-    return any(isinstance(part, Mapping) and part.get("type") in (*TYPES,) for part in parts)
+    return any(isinstance(part, Mapping) and _names_host(part) for part in parts)
+
+
+def _names_host(part: Mapping[str, Any]) -> bool:
+    keys = (key for kind, keys in TYPES.items() if kind == part.get("type") for key in keys)
+    given = [part.get(key) for key in keys]
+    inner = [value for each in given if isinstance(each, Mapping) for value in each.values()]
+    return any(isinstance(each, str) and is_remote(each) for each in [*given, *inner])
 
 
 class ImageParts:

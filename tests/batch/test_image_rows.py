@@ -17,6 +17,7 @@ from seeing import GREEDY, PICTURE, make_seeing, photo
 from checkpoints import SMALL
 from nanovllm import LLM
 from nanovllm.batch import Generate, ResumableSink, read_rows, run
+from nanovllm.batch.job import AT_ONCE
 from nanovllm.batch.rows import as_rows
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "max_num_batched_tokens": 256}
@@ -315,6 +316,70 @@ def test_pictures_of_hosts(path: Path, tmp_path: Path) -> None:
         assert next(results).row.fields["id"] != "slow"
         results.close()
         assert llm.is_finished() and not host.gate.is_set() and len(host.asked) > before
+
+
+def talk(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def test_pictures_of_hosts_wait_while_others_take_up_the_memory(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows that the window has room for were fetched at once."""
+    options = {**OPTIONS, "max_num_seqs": 64, "allowed_media_domains": ["127.0.0.1"]}
+    with picture_host() as host, LLM(path, **options) as llm:
+        monkeypatch.setattr(llm.core._preparation, "_max_bytes", 1)  # type: ignore[attr-defined]
+        done, most = 0, 0
+
+        def count(handler: Any) -> None:
+            nonlocal most
+            most = max(most, len(host.asked) - done)
+            send(handler, picture(1))
+
+        host.pages |= {f"/{i}": count for i in range(100)}
+        images = [
+            [{"type": "image_url", "image_url": {"url": host.url(f"{i}")}}] for i in range(100)
+        ]
+        for result in run(llm, map(talk, images), GREEDY):
+            assert result.error is None
+            done += 1
+        assert done == 100 and most <= AT_ONCE
+
+
+def test_conversations_without_pictures_of_hosts_wait_for_none(path: Path, folder: Path) -> None:
+    """They waited for a thread, and all had slow hosts."""
+    options = {**OPTIONS, "max_num_seqs": 64, "allowed_local_media_path": str(folder)}
+    with (
+        picture_host() as host,
+        LLM(path, **options, allowed_media_domains=["127.0.0.1"]) as llm,
+    ):
+
+        def slow(handler: Any) -> None:
+            assert host.gate.wait(PATIENCE)
+            send(handler, picture(1))
+
+        host.pages["/slow"] = slow
+        quick = [
+            {"type": "image_url", "image_url": {"url": url(A)}},
+            {"type": "image_url", "image_url": (folder / "a.png").as_uri()},
+            {"type": "image", "image": {"path": str(folder / "a.png")}},
+            {"type": "image", "image": A},
+        ]
+        remote = [
+            {"type": "image_url", "image_url": {"url": host.url("slow")}},
+            {"type": "image", "image": host.url("slow")},
+            {"type": "image", "image": {"path": host.url("slow").upper().replace("SLOW", "slow")}},
+        ]
+        rows = [*([each] for each in remote * 10), "what?", *([each] for each in quick)]
+        found = []
+        for result in run(llm, map(talk, rows), GREEDY):
+            assert result.error is None
+            found.append(result.row.number)
+            if len(found) == 1 + len(quick):
+                assert not host.gate.is_set()
+                host.gate.set()
+        assert sorted(found[: 1 + len(quick)]) == [*range(30, 31 + len(quick))]
+        assert len(found) == len(rows)
 
 
 def test_data_frames(path: Path, folder: Path, texts: dict[str, str]) -> None:
