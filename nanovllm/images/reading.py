@@ -26,6 +26,7 @@ MAX_PIXELS = 178_956_970  # of a picture: Pillow's own bound, twice its MAX_IMAG
 EXIF_ORIENTATION = 0x0112
 TIFF_WIDTH, TIFF_HEIGHT = 256, 257  # tags
 SWAPPED = (5, 6, 7, 8)  # orientations that exchange height and width
+RESIZED = ("TIFF", "ICO")  # formats of which Pillow may find another size while it reads the pixels
 DEEP = ("I", "F")  # beginnings of Pillow's modes with more than 8 bits, cut off by a conversion
 CHANNELS = (1, 3, 4)
 BROKEN = (
@@ -138,6 +139,12 @@ def _encoded(data: bytes, name: str, beside: int = 0) -> Picture:
 def _pillow(image: Any, name: str) -> Picture:
     _check_mode(image, name, "the image")
     _check_area(image.height, image.width, name)
+    if image.format in RESIZED:
+        try:
+            with lock_of(image):
+                image.load()
+        except BROKEN as error:
+            raise ValueError(f"`{name}` cannot be read: {error}") from None
 
     def read() -> NDArray[np.uint8]:
         try:

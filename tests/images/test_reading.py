@@ -93,6 +93,26 @@ def test_images_of_pillow(name, tmp_path):
         np.testing.assert_array_equal(ours(QWEN, given, tmp_path), pixels(QWEN, given))
 
 
+XMP = b"""<x:xmpmeta xmlns:x="adobe:ns:meta/">
+<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
+<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/>
+</rdf:RDF></x:xmpmeta>"""
+
+
+def test_an_image_of_pillow_that_turns_when_it_is_read(tmp_path):
+    """It has its orientation in XMP alone; the size before was announced, and pixels squeezed."""
+    path = tmp_path / "a.tif"
+    Pillow.fromarray(noise(50, 200)).save(path, tiffinfo={700: XMP})
+    for raw in (QWEN, GEMMA):
+        given = Pillow.open(path)
+        before = given.size
+        assert (ours(raw, given, tmp_path) == pixels(raw, Pillow.open(path))).all()
+        assert before == given.size[::-1]
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(ValueError, match="`image` cannot be read: "):
+        open_picture(Pillow.open(path), "image").read()
+
+
 @pytest.mark.parametrize("shape", [(75, 130), (75, 130, 1), (75, 130, 3), (75, 130, 4)])
 def test_arrays(shape, tmp_path):
     given = noise(*shape[:2], (*shape, 1)[2])
