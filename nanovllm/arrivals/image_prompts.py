@@ -117,5 +117,6 @@ def _tokens(
     if processor.fixed_size is None:
         return ImageTokens(token, text(token))
     # Gemma 3: templates write the begin alone.
-    begin, end = (text(whole.get(key, -1)) for key in ("boi_token_index", "eoi_token_index"))
-    return ImageTokens(token, begin, f"\n\n{begin}{text(token)}{end}\n\n", text(token))
+    begin_id, end_id = (whole.get(key, -1) for key in ("boi_token_index", "eoi_token_index"))
+    begin, soft, end = map(text, (begin_id, token, end_id))
+    return ImageTokens(token, begin, f"\n\n{begin}{soft}{end}\n\n", soft, begin_id)

@@ -32,12 +32,14 @@ class ImageTokens(NamedTuple):
         text: placeholder of an image in a text.
         expanded: text that takes its place before it is tokenised, with the token once; "": none.
         text_of_id: text of the token, where it is another than the placeholder.
+        begin_id: token of the placeholder, where it is another.
     """
 
     token_id: int
     text: str
     expanded: str = ""
     text_of_id: str = ""
+    begin_id: int = -1
 
 
 class NoImages:
@@ -186,12 +188,14 @@ class ImagePrompts:
         pad = self.tokens.token_id
         runs = _runs(token_ids, pad)
         counts = [image.num_tokens for image in images]
-        if [end - start for start, end in runs] == counts:
+        if images and [end - start for start, end in runs] == counts:
             places = zip((start for start, _ in runs), images, strict=True)
             return token_ids, tuple(PlacedPicture(*each) for each in places)
-        found = sum(end - start for start, end in runs)
+        found = self._count(token_ids, len(images))
         if found != len(images):
             raise ValueError(self._mismatch(found, counts, name))
+        if not images:
+            return token_ids, ()
         placed: list[PlacedPicture] = []
         whole: list[int] = []
         rest = iter(images)
@@ -203,6 +207,13 @@ class ImagePrompts:
             else:
                 whole.append(token_id)
         return whole, tuple(placed)
+
+    def _count(self, token_ids: list[int], num_images: int) -> int:
+        """Number of placeholders in a prompt with so many images: without any, a text is tokenised
+        as it is (see `in_text`).
+        """
+        begins = 0 if num_images else token_ids.count(self.tokens.begin_id)
+        return begins or token_ids.count(self.tokens.token_id)
 
     def _mismatch(self, found: int, counts: list[int], name: str) -> str:
         needed, images = len(counts), _images(len(counts))

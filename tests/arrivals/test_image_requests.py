@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from picture_host import PATIENCE, PictureHost, picture, picture_host, send
 from PIL import Image as Pillow
-from seeing import GREEDY, PICTURE, make_seeing, make_seeing_gemma3, photo, reference
+from seeing import GREEDY, PICTURE, SPECIAL, make_seeing, make_seeing_gemma3, photo, reference
 from vision_checkpoints import PAD
 
 from checkpoints import SMALL, assert_idle
@@ -94,13 +94,19 @@ def test_gemma_3(tmp_path: Path) -> None:
         ids, _ = expected(path, *prompts[0])
         given = [{"prompt_token_ids": ids, "multi_modal_data": {"image": A}}]
         outputs += llm.generate(given, GREEDY, use_tqdm=False)
-        [plain] = llm.generate([f"a{start}b"], GREEDY, use_tqdm=False)
-        assert plain.prompt_token_ids == llm.get_tokenizer().encode(f"a{start}b"), "as in a chat"
+        for text in (f"a{start}b", f"a{SPECIAL[PAD]}b"):
+            ids = llm.get_tokenizer().encode(text)
+            for each in (text, ids, {"prompt": text, "multi_modal_data": {"image": []}}):
+                with pytest.raises(ValueError, match="got 1 without images: pass them"):
+                    llm.generate(each, GREEDY, use_tqdm=False)
         given = [{"prompt_token_ids": [1], "multi_modal_data": {"image": A}}]
         with pytest.raises(ValueError, match=r"\(<\|image_pad\|> in token ids\) for each image"):
             llm.generate(given, GREEDY, use_tqdm=False)
     for output, prompt in zip(outputs, [*prompts, prompts[0]], strict=True):
         assert found(output) == expected(path, *prompt)
+    with LLM(path, **OPTIONS, language_model_only=True) as llm:
+        [plain] = llm.generate([f"a{start}b"], GREEDY, use_tqdm=False)
+        assert plain.prompt_token_ids == llm.get_tokenizer().encode(f"a{start}b")
 
 
 def test_all_forms_of_an_image(seeing: LLM, path: Path, tmp_path: Path) -> None:
