@@ -75,6 +75,9 @@ class NoImages:
         """A prompt's text as it is tokenised."""
         return text
 
+    def check_parts(self, token_ids: list[int], num_images: int, name: str) -> None:
+        """Nothing: no token stands for an image."""
+
     def place(
         self, token_ids: list[int], images: Sequence[SizedPicture], name: str
     ) -> tuple[list[int], tuple[PlacedPicture, ...]]:
@@ -167,6 +170,25 @@ class ImagePrompts:
         if not self.tokens.expanded:
             return text
         return text.replace(self.tokens.text, self.tokens.expanded)
+
+    def check_parts(self, token_ids: list[int], num_images: int, name: str) -> None:
+        """Check that the texts of a conversation have no placeholders.
+
+        Args:
+            token_ids: tokens of the conversation, with a placeholder for each of its images.
+            num_images: number of its images.
+            name: name of the conversation in errors.
+
+        Raises:
+            ValueError: if there are more placeholders than images.
+        """
+        found = self._count(token_ids, num_images)
+        if found > num_images:
+            names = " or ".join(filter(None, (self.tokens.text, self.tokens.text_of_id)))
+            raise ValueError(
+                f"`{name}` must have a part with an image for each placeholder {names}, got {found} "
+                f"for {_images(num_images)}: add such a part, or write it otherwise in the text"
+            )
 
     def place(
         self, token_ids: list[int], images: Sequence[SizedPicture], name: str

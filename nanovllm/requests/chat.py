@@ -121,6 +121,7 @@ class ChatRenderer:
         token_ids = encode(
             self._tokenizer, tokenised, name, max_chars=self._max_chars, add_special_tokens=False
         )
+        self._images.check_parts(token_ids, len(parts.found), name)
         prompt = {"prompt": text, "prompt_token_ids": token_ids}
         return {**prompt, "multi_modal_data": {"image": parts.found}} if parts.found else prompt
 

@@ -99,6 +99,8 @@ def test_gemma_3(tmp_path: Path) -> None:
             for each in (text, ids, {"prompt": text, "multi_modal_data": {"image": []}}):
                 with pytest.raises(ValueError, match="got 1 without images: pass them"):
                     llm.generate(each, GREEDY, use_tqdm=False)
+            with pytest.raises(ValueError, match=MORE_PLACEHOLDERS):
+                llm.chat([{"role": "user", "content": text}], GREEDY, use_tqdm=False)
         given = [{"prompt_token_ids": [1], "multi_modal_data": {"image": A}}]
         with pytest.raises(ValueError, match=r"\(<\|image_pad\|> in token ids\) for each image"):
             llm.generate(given, GREEDY, use_tqdm=False)
@@ -366,6 +368,19 @@ def test_limits_of_a_part(seeing: LLM) -> None:
     pieces = "".join("." if i == token else "#" if i == PAD else " " for i in ids).split(".")
     counts = [piece.count("#") for piece in pieces[1:]]
     assert counts == [2, 35, 1], "1 x 2, 5 x 7 and one of 32 pixels"
+
+
+MORE_PLACEHOLDERS = (
+    r"^`messages` must have a part with an image for each placeholder <.*>, got (1 for 0 images|2 "
+    r"for 1 image): add such a part, or write it otherwise in the text$"
+)
+
+
+def test_placeholders_in_the_text_of_a_chat(seeing: LLM) -> None:
+    """The error named a key that conversations do not have."""
+    for content in (PICTURE, [{"type": "image", "image": A}, {"type": "text", "text": PICTURE}]):
+        with pytest.raises(ValueError, match=MORE_PLACEHOLDERS):
+            seeing.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
 
 
 def test_chat_refuses(seeing: LLM, path: Path, tmp_path: Path) -> None:
