@@ -15,6 +15,7 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # RFC 3986; a single letter 
 HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 REMOTE = ("http", "https")
 DOMAINS = "allowed_media_domains"
+BLANK = b" \t\r\n\f\v"  # bytes that may stand in base64
 MAX_SHOWN = 120  # characters of a path or URL in errors
 
 
@@ -149,7 +150,7 @@ def data_of_url(url: str, name: str) -> bytes:
     if not kind.endswith(";base64"):
         return found
     try:
-        return base64.b64decode(found)
+        return base64.b64decode(found.translate(None, BLANK), validate=True)
     except binascii.Error as error:
         raise ValueError(f"`{name}` must be valid base64, got {short(url)} ({error})") from None
 

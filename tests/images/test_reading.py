@@ -78,7 +78,7 @@ def test_files_bytes_and_urls(name, tmp_path):
     loaded = load_image(str(path))
     expected = pixels(QWEN, loaded)
     data = path.read_bytes()
-    url = "data:image/x;base64," + base64.b64encode(data).decode()
+    url = "data:image/x;base64,%20\n" + base64.encodebytes(data).decode()  # in lines
     for given in (path, str(path), data, url, path.as_uri()):
         np.testing.assert_array_equal(ours(QWEN, given, tmp_path), expected)
     np.testing.assert_array_equal(ours(GEMMA, path, tmp_path), pixels(GEMMA, loaded))
@@ -211,6 +211,7 @@ REFUSED = {
     "http": lambda at: "https://example.org/cat.png",
     "other_host": lambda at: "file://elsewhere/cat.png",
     "base64": lambda at: "data:image/png;base64,a",
+    "not_base64": lambda at: "data:image/png;base64,AAAA!AAA=",
     "no_data": lambda at: "data:image/png;base64",
     "wide": lambda at: np.zeros((1, 200_000_000), np.uint8),
     "dtype": lambda at: np.zeros((9, 9, 3)),
@@ -229,6 +230,7 @@ MESSAGES = {
     "http": "`image` must be a picture, a path or a data URL, got 'https",
     "other_host": "`image` must be a file of this machine",
     "base64": "`image` must be valid base64",
+    "not_base64": r"`image` must be valid base64, got 'data:image/png;base64,AAAA!AAA=' \(.*\)$",
     "no_data": "`image` must have data after a comma",
     "wide": "`image` must have at most 178956970 pixels, got 200000000 x 1",
     "dtype": "`image` must be an array of uint8, from 0 to 255, got float64",
