@@ -4,8 +4,10 @@ A library is imported here only if the caller has imported it: without that, a b
 of its objects.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 Batch = TypeVar("Batch")  # dict[str, np.ndarray], pandas.DataFrame, pyarrow.Table or RecordBatch
@@ -39,11 +41,36 @@ def read_column(batch: Any, name: str) -> list[Any]:
 
 
 def read_images(batch: Any, name: str) -> list[Any]:
-    """A column of images, or of lists of them, with None for missing ones. Arrays stay arrays."""
+    """A column of images, or of lists of them, with None for missing ones. Arrays stay arrays.
+
+    Raises:
+        TypeError: if it has lists of numbers.
+    """
     column = batch[name]
-    if hasattr(column, "to_pylist"):
-        return [_image(item) for item in column.to_pylist()]
-    return [_image(item) for item in column]
+    chunks = getattr(column, "chunks", [column])  # of Arrow
+    items = [item for chunk in chunks for item in _items(chunk)]
+    if any(map(_is_of_numbers, items)):
+        kind = f" ({column.type})" if hasattr(column, "type") else ""
+        raise TypeError(
+            f"`image_column` must hold paths, bytes, arrays or PIL images, got lists of numbers in "
+            f"{name!r}{kind}: pass arrays of uint8, in Arrow a FixedShapeTensorArray"
+        )
+    return [_image(item) for item in items]
+
+
+def _items(chunk: Any) -> Iterable[Any]:
+    """The values of a column, or of a part of one."""
+    if hasattr(chunk, "to_numpy_ndarray"):  # tensors of Arrow
+        arrays = zip(chunk.to_numpy_ndarray(), chunk.is_valid().to_pylist(), strict=True)
+        return [array if is_valid else None for array, is_valid in arrays]
+    return chunk.to_pylist() if hasattr(chunk, "to_pylist") else chunk
+
+
+def _is_of_numbers(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple)
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return is_list and isinstance(value, Real) and not math.isnan(value)  # that of pandas
 
 
 def _image(value: Any) -> Any:

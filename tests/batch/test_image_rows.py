@@ -19,6 +19,8 @@ from nanovllm import LLM
 from nanovllm.batch import Generate, ResumableSink, read_rows, run
 from nanovllm.batch.job import AT_ONCE
 from nanovllm.batch.rows import as_rows
+from nanovllm.batch.tables import read_images
+from nanovllm.images.reading import open_picture
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64, "max_num_batched_tokens": 256}
 A, B = photo(100, 70, 1), photo(64, 96, 2)
@@ -414,6 +416,29 @@ def test_data_frames(path: Path, folder: Path, texts: dict[str, str]) -> None:
                 found = found.to_pylist() if hasattr(found, "to_pylist") else list(found)
                 assert found[:2] == [texts["chat a"], texts["chat b"]]
                 assert isinstance(found[2], str)
+        nested = [np.asarray(image).tolist() for image in (A, B)]
+        frame = pandas.DataFrame({"prompt": prompts[:2], "image": nested})
+        table = pyarrow.table({"prompt": prompts[:2], "image": nested})
+        for batch, kind in ((frame, "'image'"), (table, r"'image' \(list<.*list<.*int64>.*\)")):
+            with pytest.raises(TypeError, match=f"got lists of numbers in {kind}: pass arrays"):
+                generate(batch)
+
+
+def test_tensors_of_arrow() -> None:
+    """They became flat lists of numbers."""
+    pyarrow = pytest.importorskip("pyarrow")
+    pixels = np.random.default_rng(5).integers(0, 256, (5, 20, 30, 3), np.uint8)
+    whole = pyarrow.FixedShapeTensorArray.from_numpy_ndarray(pixels)
+    flat = [None, *pixels[1:].reshape(4, -1).tolist()]
+    gap = whole.from_storage(whole.type, pyarrow.array(flat, whole.type.storage_type))
+    table = pyarrow.table({"image": pyarrow.chunked_array([whole.slice(1, 2), whole, gap])})
+    wanted = [*pixels[1:3], *pixels, None, *pixels[1:]]
+    for batch, values in ((table, wanted), (table.to_batches()[0], wanted[:2])):
+        found = read_images(batch, "image")
+        assert [type(each) for each in found] == [type(each) for each in values]
+        assert all(np.array_equal(*each) for each in zip(found, values, strict=True))
+        picture = open_picture(found[0], "image")
+        assert (picture.height, picture.width) == (20, 30)
 
 
 @pytest.mark.slow
