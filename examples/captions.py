@@ -13,9 +13,11 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import ResumableSink, run
-from nanovllm.batch.rows import as_rows
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+SUFFIXES = {
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp", ".dib", ".tif"),
+    *(".tiff", ".avif", ".jp2", ".j2k", ".jpx", ".ico", ".ppm", ".pgm", ".pbm", ".pnm", ".tga"),
+}
 
 
 def rows(folder: Path, question: str) -> Iterator[dict[str, Any]]:
@@ -23,8 +25,7 @@ def rows(folder: Path, question: str) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() in SUFFIXES:
             name = path.relative_to(folder).as_posix()
-            image = {"image": str(path)}
-            yield {"custom_id": name, "prompt": question, "multi_modal_data": image}
+            yield {"custom_id": name, "prompt": question, "multi_modal_data": {"image": str(path)}}
 
 
 def main() -> None:
@@ -41,14 +42,13 @@ def main() -> None:
     if not folder.is_dir():
         parser.error(f"--folder must be a folder, got {folder}")
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
-    job = {key: value for key, value in vars(args).items() if key not in ("folder", "output")}
+    job = {**vars(args), "folder": str(folder), "output": None}  # which may be moved
     sink = ResumableSink(args.output, job)  # an output of another job is refused
     limits = {} if args.max_pixels is None else {"max_pixels": args.max_pixels}
     with sink, LLM(args.model, mm_processor_kwargs=limits) as llm:
         before = sink.num_finished
         try:
-            pictures = as_rows(rows(folder, args.question))
-            for result in run(llm, sink.unfinished(pictures), params, chat=True):
+            for result in run(llm, sink.unfinished(rows(folder, args.question)), params, chat=True):
                 sink.write(result)
         except KeyboardInterrupt:
             print("interrupted: the same command goes on")

@@ -20,6 +20,7 @@ import torch
 from runs import PAGES, ROOT, SCRIPTS, Runner, blocks, environment, first_command
 
 from nanovllm import LLM, TINY
+from nanovllm.images.reading import FORMATS
 
 MAX_LINES = 60
 
@@ -146,6 +147,20 @@ def test_pictures_have_captions(tmp_path: Path, run: Runner) -> None:
     (tmp_path / ".printed").unlink()
     again = run("captions", *args, directory=tmp_path)
     assert again == said.replace("13 of them new", "0 of them new")
+    (tmp_path / "other").mkdir()
+    command = [sys.executable, str(SCRIPTS["captions"]), *args, "--folder", "other"]
+    ran = subprocess.run(
+        command, check=False, cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert "was begun by another job: folder was" in ran.stderr
+
+
+def test_captions_are_of_all_formats_that_are_read() -> None:
+    """Files of some were passed over in silence."""
+    image = pytest.importorskip("PIL.Image")
+    kinds = image.registered_extensions()
+    suffixes = names("captions")["SUFFIXES"]
+    assert {kinds.get(suffix) for suffix in suffixes} | {"AVIF"} == {*FORMATS}
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
