@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from types import FunctionType
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
@@ -37,9 +36,9 @@ def _content(value: Any) -> Any:
         return dict(value)
     if isinstance(value, (set, frozenset)):
         return sorted(as_content(each).decode() for each in value)
-    if isinstance(value, FunctionType):  # a tool, of which the model sees these
-        types = {name: str(kind) for name, kind in value.__annotations__.items()}
-        return [value.__qualname__, value.__doc__, types]
+    if callable(value) and hasattr(value, "__qualname__"):  # a tool: the model sees these
+        types = getattr(value, "__annotations__", {})
+        return [value.__qualname__, value.__doc__, {name: str(types[name]) for name in types}]
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and isinstance(value, pillow.Image):
         return _image(value)

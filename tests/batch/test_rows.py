@@ -6,8 +6,9 @@ import re
 from dataclasses import replace
 from datetime import datetime, timezone
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import get_type_hints
 
 import numpy as np
@@ -272,7 +273,10 @@ def test_other_objects_are_known_by_their_text_if_it_stays():
     words = "abcdefgh"
     assert ids_of({"x": set(words)}) == ids_of({"x": frozenset(words[::-1])})
     assert ids_of({"x": set(words)}) != ids_of({"x": {*words, "i"}})
-    assert ids_of({"tools": [tool]}) != ids_of({"tools": [other]})
+    for wrap in (lambda each: each, lru_cache, lambda each: MethodType(each, "x")):
+        tools = [wrap(each) for each in (tool, tool, other)]
+        first, again, second = (ids_of({"tools": [each]}) for each in tools)
+        assert first == again != second
     for value in (object(), [iter("a")], {"a": SimpleNamespace(b=object())}):
         with pytest.raises(TypeError, match=r"told from others, got (object|str_\w+|SimpleN\w+): "):
             ids_of({"x": value})
