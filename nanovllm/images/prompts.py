@@ -186,8 +186,9 @@ class ImagePrompts:
         if found > num_images:
             names = " or ".join(filter(None, (self.tokens.text, self.tokens.text_of_id)))
             raise ValueError(
-                f"`{name}` must have a part with an image for each placeholder {names}, got {found} "
-                f"for {_images(num_images)}: add such a part, or write it otherwise in the text"
+                f"`{name}` must have a part with an image for each placeholder {names}, got "
+                f"{found} for {_images(num_images)}: add such a part, or write it otherwise in "
+                "the text"
             )
 
     def place(
