@@ -48,14 +48,28 @@ def _content(value: Any) -> Any:
 
 
 def _image(image: Any) -> Any:
+    """An image by its pixels. One that waits in its file is read from there apart, so that the
+    pixels of rows to come take no memory.
+    """
+    from PIL import Image
+
     from nanovllm.images.reading import BROKEN, lock_of
 
-    try:
-        with lock_of(image):
-            image.load()  # before its size is asked for: it may turn
-            palette, digest = image.getpalette(None), xxh3_128_hexdigest(image.tobytes())
-    except BROKEN as error:  # the row's own, once its picture is read
-        palette, digest = None, str(error)
+    with lock_of(image):
+        try:
+            if getattr(image, "tile", None) and getattr(image, "filename", ""):
+                with Image.open(image.filename) as again:
+                    again.seek(image.tell())
+                    if (again.mode, again.size) == (image.mode, image.size):
+                        return _pixels(again)
+            return _pixels(image)
+        except BROKEN as error:  # the row's own, once its picture is read
+            return ["image", image.mode, image.size, str(error)]
+
+
+def _pixels(image: Any) -> Any:
+    image.load()  # before its size is asked for: it may turn
+    palette, digest = image.getpalette(None), xxh3_128_hexdigest(image.tobytes())
     return ["image", image.mode, image.size, palette, image.info.get("transparency"), digest]
 
 

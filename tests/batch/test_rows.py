@@ -253,6 +253,24 @@ def test_images_differ_in_more_than_their_bytes():
     assert len({plain for plain, _ in ids}) == len({own for _, own in ids}) == len(given)
 
 
+@pytest.mark.parametrize("ending", ["png", "gif", "tiff"])
+def test_an_image_that_waits_in_its_file_stays_there(ending, tmp_path):
+    """Rows to come would fill the memory with their pixels."""
+    noise = np.random.default_rng(2).integers(0, 256, (2, 20, 30, 3), np.uint8)
+    first, *others = map(Pillow.fromarray, noise)
+    options = {} if ending == "png" else {"save_all": True, "append_images": others}
+    first.save(tmp_path / f"a.{ending}", **options)
+    for frame in range(1 if ending == "png" else 2):
+        image = Pillow.open(tmp_path / f"a.{ending}")
+        image.seek(frame)
+        waiting = ids_of({"x": image})
+        assert image.tile, "not read"
+        image.load()
+        assert ids_of({"x": image}) == waiting
+    image.putpixel((3, 4), 7)
+    assert ids_of({"x": image}) != waiting
+
+
 def test_a_broken_image_is_the_error_of_its_row(tmp_path):
     noise = np.random.default_rng(1).integers(0, 256, (200, 200, 3), np.uint8)
     Pillow.fromarray(noise).save(tmp_path / "a.png")
