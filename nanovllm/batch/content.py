@@ -14,7 +14,7 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-ADDRESS = re.compile(r"\bat 0x[0-9A-Fa-f]+")  # in the text of an object, which each process changes
+ADDRESS = re.compile(r"\bat 0x[0-9A-Fa-f]+")  # in the text of an object
 
 
 def as_content(values: Any, *, sort_keys: bool = False) -> bytes:
@@ -48,8 +48,8 @@ def _content(value: Any) -> Any:
 
 
 def _image(image: Any) -> Any:
-    """An image by its pixels. One that waits in its file is read from there apart, so that the
-    pixels of rows to come take no memory.
+    """An image by its file, if it has not been read from there or not been changed since, else by
+    its pixels: those of rows to come would take memory, and time.
     """
     from PIL import Image
 
@@ -57,14 +57,30 @@ def _image(image: Any) -> Any:
 
     with lock_of(image):
         try:
-            if getattr(image, "tile", None) and getattr(image, "filename", ""):
+            if getattr(image, "tile", None):
+                return _file(image) or _pixels(image)
+            if getattr(image, "filename", ""):
                 with Image.open(image.filename) as again:
                     again.seek(image.tell())
-                    if (again.mode, again.size) == (image.mode, image.size):
-                        return _pixels(again)
+                    file = _file(again)
+                    if file is not None and _pixels(again) == _pixels(image):
+                        return file
             return _pixels(image)
         except BROKEN as error:  # the row's own, once its picture is read
             return ["image", image.mode, image.size, str(error)]
+
+
+def _file(image: Any) -> Any:
+    """An image by the file that it waits in; None if that can be read only once."""
+    file = getattr(image, "fp", None)
+    if file is None or not file.seekable():
+        return None
+    place = file.tell()
+    file.seek(0)
+    digest = xxh3_128_hexdigest(file.read())
+    file.seek(place)
+    facts = image.mode, image.size, image.info.get("transparency")
+    return ["image file", image.tell(), *facts, digest]
 
 
 def _pixels(image: Any) -> Any:
@@ -78,10 +94,8 @@ def _array(value: Any) -> Any:
 
     try:
         array = np.asarray(value)
-    except Exception as error:  # of the object's own
-        raise TypeError(
-            f"a row must hold values that can be read, got {type(value).__name__}: {error}"
-        ) from None
+    except Exception:  # of the object's own: a tensor of bfloat16, of a GPU or with gradients
+        return ["array", value.tolist()] if hasattr(value, "tolist") else _text(value)
     if not array.ndim:  # a number of numpy
         return _text(value)
     if array.dtype.hasobject:
@@ -90,10 +104,5 @@ def _array(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    text = str(value)
-    if ADDRESS.search(text):
-        raise TypeError(
-            "a row must hold values by which it can be told from others, got "
-            f"{type(value).__name__}: pass numbers, text, bytes, paths, arrays or PIL images"
-        )
-    return text
+    """The text of any other object, without its address, which each process changes."""
+    return ADDRESS.sub("", str(value))

@@ -142,7 +142,8 @@ def as_rows(items: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
             yield item
             continue
         values = {"prompt": item} if isinstance(item, str) else item
-        content = as_content(values)
+        has_id = isinstance(values, Mapping) and _own_id(values) is not None
+        content = b"" if has_id else as_content(values)
         yield _once(make_row(number, content, values), seen)
 
 

@@ -53,9 +53,10 @@ MAX_ITEMS = {
 }
 MAX_FORM = 1 << 16  # characters of a schema or a grammar
 MAX_REGEX = 1 << 12  # of a regular expression, which may take the square of its length
-# Of all numbers that a schema wants multiples of; such a form has as many states, where several
-# numbers hold together.
+# Of the numbers that a schema wants multiples of: a form has as many states as their sum, and where
+# several hold for one value as their least common multiple.
 MAX_MULTIPLE = 100_000
+TOGETHER = re.compile(r'"(?:allOf|anyOf|oneOf|\$ref|\$dynamicRef)"')  # in schemas of which they may
 MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9][0-9.eE+-]*)')
 ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 REGEX = re.compile(r"/(?:\\.|[^/\\\n])+/")  # in a grammar
@@ -328,15 +329,16 @@ def _check_multiples(text: Any) -> None:
     if not isinstance(text, str):
         return
     read = ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), text)
-    common = 1
+    may_meet = TOGETHER.search(read) is not None
+    numbers: set[int] = set()
     for found in MULTIPLE.findall(read):
         with suppress(ValueError):  # no number: the schema is refused for it
             number = Fraction(min(float(found), MAX_MULTIPLE + 1))
-            common = math.lcm(common, number.limit_denominator(MAX_MULTIPLE).numerator or 1)
-        if common > MAX_MULTIPLE:
+            numbers.add(number.limit_denominator(MAX_MULTIPLE).numerator or 1)
+        if (math.lcm(*numbers) if may_meet else sum(numbers)) > MAX_MULTIPLE:
             raise ValueError(
-                f"`structured_outputs` must have a `multipleOf` of at most {MAX_MULTIPLE:,}, or a "
-                f"least common multiple of several, got {found}: check numbers after generation"
+                f"`structured_outputs` must have a `multipleOf` of at most {MAX_MULTIPLE:,}, as "
+                f"sum or common multiple of several, got {found}: check numbers after generation"
             )
 
 

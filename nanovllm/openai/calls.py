@@ -29,8 +29,9 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 SPACE = " \t\n\r"  # of JSON
 # The text before the arguments of a call as models write it; a space here is any space of JSON.
 HEAD = re.compile(r' \{ "name" : "([^"\\]+)" , "arguments" : (?=\{)'.replace(" ", f"[{SPACE}]*"))
-# What begins another member of the object that has the arguments, or may.
-MEMBER = re.compile(rf',[{SPACE}]*("|\Z)')
+# The beginning of another member of the object that has the arguments, and what may become one.
+MEMBER = re.compile(rf'[{SPACE}]*,[{SPACE}]*"')
+MAY_GO_ON = re.compile(rf"[{SPACE}]*(,[{SPACE}]*)?")
 
 
 class Call(NamedTuple):
@@ -54,10 +55,14 @@ class Said(NamedTuple):
 
 
 class ObjectText:
-    """The text of an object of JSON, which comes in pieces and has an end."""
+    """The text of an object of JSON, which comes in pieces and has an end.
 
-    def __init__(self) -> None:
-        self._depth, self._in_string, self._is_escaped = 0, False, False
+    Args:
+        depth: number of braces that are open before it.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self._in_string, self._is_escaped = depth, False, False
 
     def end_in(self, text: str) -> int | None:
         """The end of the object in more of its text; None: not there."""
@@ -194,6 +199,7 @@ class Splitter:
         self._calls.append(Call(head[1], ""))
         self._text = self._text[head.end() :]
         yield from self._read_arguments()
+        yield from self._read_members()
         yield from self._read_call_end()
         return True
 
@@ -209,17 +215,26 @@ class Splitter:
             if end is None:
                 yield
 
+    def _read_members(self) -> Generator[None, None, None]:
+        """Read the members that follow the arguments, up to the end of their object."""
+        while MAY_GO_ON.fullmatch(self._text) and not self._is_end:
+            yield
+        if not MEMBER.match(self._text):
+            return
+        members, end = ObjectText(depth=1), None
+        while end is None:
+            end = members.end_in(self._text)
+            self._text = "" if end is None else self._text[end:]
+            if end is None:
+                if self._is_end:
+                    return
+                yield
+
     def _read_call_end(self) -> Generator[None, None, None]:
-        """Read what closes a call: a brace, or too many of them, and the tag, if it is there; and
-        before them further members, which mean nothing.
-        """
+        """Read what closes a call: a brace, or too many of them, and the tag, if it is there."""
         while True:
             self._text = self._text.lstrip(SPACE + "}")
-            has_more = MEMBER.match(self._text) is not None
-            at = self._text.find(CALL_END) if has_more else -1
-            if at >= 0:
-                self._text = self._text[at:]
-            if at >= 0 or (not has_more and not CALL_END.startswith(self._text)):
+            if not CALL_END.startswith(self._text):
                 break
             if self._is_end:  # `max_tokens` cuts the tag
                 self._text = ""

@@ -126,12 +126,14 @@ def _calls_rules(tools: Sequence[Any], *, several: bool) -> str:
     kinds = []
     for tool in tools:
         function = tool["function"]
-        schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": ONE_LINE}
-        if schema["type"] != "object":
+        parameters = function.get("parameters") or {}
+        kind = parameters.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
             raise ValueError(
                 "`tools` must have `parameters` of the `type` object to be called in a form, got "
-                f"{shown(schema['type'])}"
+                f"{shown(kind)}"
             )
+        schema = {**parameters, "type": "object", "x-guidance": ONE_LINE}
         name = json.dumps(function["name"], ensure_ascii=False)
         head = json.dumps(f'{{"name": {name}, "arguments": ')
         kinds.append(f"{head} %json {json.dumps(schema)}")

@@ -375,7 +375,8 @@ def _with_tags_as_text(whole: str, tags: Collection[int]) -> str:
     # All, as ids of others are numbered after the vocabulary. Most of the text stays as it is.
     entries = json.dumps({token["content"]: token["id"] for token in added})[1:-1]
     kept = json.dumps([token for token in added if token["id"] not in tags])
-    return f"{whole[:begin]}{kept}{whole[end:vocab]}{{{entries}, {whole[vocab + 1 :]}"
+    comma = "" if whole[vocab + 1] == "}" else ", "
+    return f"{whole[:begin]}{kept}{whole[end:vocab]}{{{entries}{comma}{whole[vocab + 1 :]}"
 
 
 def _lark(name: str, value: Any) -> str:

@@ -99,6 +99,12 @@ def read(pieces, may_reason=True, is_reasoning=False, may_call=True):
         ),
         ('<tool_call>{"name": "f", "arguments": {}, "id"', "", "", [["f", "{}"]]),
         ('<tool_call>{"name": "f", "arguments": {}}, or', ", or", "", [["f", "{}"]]),
+        ('<tool_call>{"name": "f", "arguments": {}}, "or"', ', "or"', "", [["f", "{}"]]),
+        ('<tool_call>{"name": "f", "arguments": {}, "id": 3} or', "or", "", [["f", "{}"]]),
+        (
+            f'<tool_call>{{"name": "f", "arguments": {{}}, "id": "</tool_call>"}}\n{CALL}',
+            *("", "", [["f", "{}"], ["f", '{"x": 1}']]),
+        ),
         # What is malformed before its arguments stays, with the newlines before it.
         (
             '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>',

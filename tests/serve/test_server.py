@@ -45,7 +45,7 @@ NO_FORM = {"type": "json_schema", "json_schema": {"schema": NO_SCHEMA}}
 NO_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NO_SCHEMA}}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 JSON_OBJECT = {"type": "json_object"}
-NULLABLE = {"parameters": {"type": ["object", "null"]}}
+NO_OBJECT = {"parameters": {"type": ["array", "null"]}}
 MANY = ["x" * 400] * 200
 PROMPT_LOGPROBS = {"prompt_logprobs": 20, "max_tokens": 1}
 ECHO = {"echo": True, "logprobs": 20, "n": 8, "temperature": 1, "max_tokens": 1}
@@ -495,7 +495,7 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
             CHAT,
             {
                 "messages": ASK,
-                "tools": [{"function": {"name": "f", **NULLABLE}}],
+                "tools": [{"function": {"name": "f", **NO_OBJECT}}],
                 "tool_choice": "required",
             },
             400,
@@ -524,6 +524,7 @@ def test_names_that_lead_here_are_no_door_for_web_pages_of_others():
                 {"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}},
                 {"json": '{"multiple\\u004ff": 1e999999999}'},
                 {"grammar": 'start: %json {"multipleOf": 123457}'},
+                {"json": {"properties": {n: {"multipleOf": 30_000 + n} for n in range(4)}}},
             )
         ),
         ("/tokenize", {"messages": ASK, "tools": [{}]}, 400, "`tools[0]` must be"),

@@ -262,6 +262,7 @@ def test_a_form_holds_for_what_follows_the_reasoning(place):
     compiler = GrammarCompiler(tokenizer, 272, [258])
     schema = json.dumps({"enum": [1, 2]})
     nested = {
+        "type": ["object", "null"],
         "$defs": {"X": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/X"}]}},
         "properties": {"x": {"$ref": "#/$defs/X"}},
     }
