@@ -61,8 +61,8 @@ def read_images(batch: Any, name: str) -> list[Any]:
 def _items(chunk: Any) -> Iterable[Any]:
     """The values of a column, or of a part of one."""
     if hasattr(chunk, "to_numpy_ndarray"):  # tensors of Arrow
-        arrays = zip(chunk.to_numpy_ndarray(), chunk.is_valid().to_pylist(), strict=True)
-        return [array if is_valid else None for array, is_valid in arrays]
+        arrays = iter(chunk.drop_null().to_numpy_ndarray())
+        return [next(arrays) if is_valid else None for is_valid in chunk.is_valid().to_pylist()]
     return chunk.to_pylist() if hasattr(chunk, "to_pylist") else chunk
 
 

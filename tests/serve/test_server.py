@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 
 from checkpoints import rare
+from faults import wait_until
 from nanovllm.async_llm import AsyncLLM, _Jobs
 from nanovllm.cli.main import main
 from nanovllm.cli.serve import names_of
@@ -236,8 +237,7 @@ def test_too_many_that_wait_are_refused(monkeypatch):
         first = pool.submit(place.post, CHAT, body)
         steps.wait()
         second = pool.submit(place.post, CHAT, {**body, "stream": True})
-        while place.app.num_open < 2:
-            assert place.get("/version").status_code == 200
+        wait_until(lambda: place.app.num_open == 2)
         refused = place.post(CHAT, body)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "RateLimitError"
