@@ -49,6 +49,15 @@ class PictureHost:
 
         self.pages[f"/{path}"] = redirect
 
+    def waits(self, path: str, seed: int = 1) -> None:
+        """Have a path answer with the picture of a seed once the gate is open."""
+
+        def slow(handler: BaseHTTPRequestHandler) -> None:
+            assert self.gate.wait(PATIENCE)
+            send(handler, picture(seed))
+
+        self.pages[f"/{path}"] = slow
+
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = handler.path
         self.asked.append((path, handler.headers))

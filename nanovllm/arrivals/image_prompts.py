@@ -117,6 +117,7 @@ def _tokens(
     if processor.fixed_size is None:
         return ImageTokens(token, text(token))
     # Gemma 3: templates write the begin alone.
-    begin_id, end_id = (whole.get(key, -1) for key in ("boi_token_index", "eoi_token_index"))
-    begin, soft, end = map(text, (begin_id, token, end_id))
-    return ImageTokens(token, begin, f"\n\n{begin}{soft}{end}\n\n", soft, begin_id)
+    begin_id = whole.get("boi_token_index", -1)
+    begin, end = text(begin_id), text(whole.get("eoi_token_index", -1))
+    expanded = f"\n\n{begin}{text(token)}{end}\n\n"
+    return ImageTokens(token, begin, expanded, text_of_id=text(token), begin_id=begin_id)

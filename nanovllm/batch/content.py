@@ -1,4 +1,4 @@
-"""`as_content`: bytes that tell a row from others, whatever objects of Python it holds.
+"""`as_content`: bytes that tell a row of any Python objects from others.
 
 They are JSON, in which a digest stands for what JSON lacks: the same in each process for the same
 content, and another for any other. Imports no numpy and no Pillow, unless a row has an array or an

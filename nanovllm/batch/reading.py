@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nanovllm.batch import openai_batch
-from nanovllm.batch.content import as_content
-from nanovllm.batch.rows import Row, make_row, refuse_doubles
+from nanovllm.batch.rows import Row, make_row, refuse_doubles, row_of_values
 from nanovllm.utils.checks import check_choice
 
 INPUT_FORMATS = ("jsonl", "openai", "parquet", "text")
@@ -197,8 +196,7 @@ def _parquet_rows(files: Iterable[Any], shard: tuple[int, int]) -> Iterator[Row]
     for batch in _batches(files):
         for place in range((part - 1 - number) % parts, batch.num_rows, parts):
             [values] = batch.slice(place, 1).to_pylist()
-            content = as_content(values)
-            yield make_row(number + place, content, values)
+            yield row_of_values(number + place, values)
         number += batch.num_rows
 
 

@@ -115,6 +115,12 @@ def make_row(
     return Row(number, key, contents, error, is_openai, _hash(contents, content))
 
 
+def row_of_values(number: int, values: Any) -> Row:
+    """Make a row of values that are no line, which are read for their bytes once."""
+    has_id = isinstance(values, Mapping) and _own_id(values) is not None
+    return make_row(number, b"" if has_id else as_content(values), values)
+
+
 def _hash(values: Mapping[str, Any], content: bytes) -> bytes:
     """A hash of the meaning of a row, however it is written: its fields in any order, null as no
     field, 8.0 as 8. A hash of `content` if JSON has no form for its fields.
@@ -142,9 +148,7 @@ def as_rows(items: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
             yield item
             continue
         values = {"prompt": item} if isinstance(item, str) else item
-        has_id = isinstance(values, Mapping) and _own_id(values) is not None
-        content = b"" if has_id else as_content(values)
-        yield _once(make_row(number, content, values), seen)
+        yield _once(row_of_values(number, values), seen)
 
 
 def refuse_doubles(rows: Iterable[Row]) -> Iterator[Row]:

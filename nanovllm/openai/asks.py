@@ -53,8 +53,8 @@ MAX_ITEMS = {
 }
 MAX_FORM = 1 << 16  # characters of a schema or a grammar
 MAX_REGEX = 1 << 12  # of a regular expression, which may take the square of its length
-# Of the numbers that a schema wants multiples of: a form has as many states as their sum, and where
-# several hold for one value as their least common multiple.
+# Bound on the sum of the numbers in `multipleOf`, as on the number of a form's states; or on their
+# least common multiple, where several may hold for one value.
 MAX_MULTIPLE = 100_000
 TOGETHER = re.compile(r'"(?:allOf|anyOf|oneOf|\$ref|\$dynamicRef)"')  # in schemas of which they may
 MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9][0-9.eE+-]*)')
@@ -330,12 +330,13 @@ def _check_multiples(text: Any) -> None:
         return
     read = ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), text)
     may_meet = TOGETHER.search(read) is not None
-    numbers: set[int] = set()
-    for found in MULTIPLE.findall(read):
+    num_states = 1 if may_meet else 0
+    for found in dict.fromkeys(MULTIPLE.findall(read)):
         with suppress(ValueError):  # no number: the schema is refused for it
             number = Fraction(min(float(found), MAX_MULTIPLE + 1))
-            numbers.add(number.limit_denominator(MAX_MULTIPLE).numerator or 1)
-        if (math.lcm(*numbers) if may_meet else sum(numbers)) > MAX_MULTIPLE:
+            count = number.limit_denominator(MAX_MULTIPLE).numerator or 1
+            num_states = math.lcm(num_states, count) if may_meet else num_states + count
+        if num_states > MAX_MULTIPLE:
             raise ValueError(
                 f"`structured_outputs` must have a `multipleOf` of at most {MAX_MULTIPLE:,}, as "
                 f"sum or common multiple of several, got {found}: check numbers after generation"

@@ -358,7 +358,8 @@ def _whole_tokenizer(tokenizer: Any) -> str:
             backend.decoder = decoders.Sequence([spaces, decoders.ByteFallback()])
     added = tokenizer.added_tokens_decoder
     tags = {t for t, token in added.items() if TAG.fullmatch(token.content) and not token.special}
-    return _with_tags_as_text(backend.to_str(), tags) if tags else backend.to_str()
+    whole: str = backend.to_str()
+    return _with_tags_as_text(whole, tags) if tags else whole
 
 
 def _with_tags_as_text(whole: str, tags: Collection[int]) -> str:

@@ -83,12 +83,12 @@ class Expected:
 
     def wanted_of(self, pieces: list[Piece]) -> Wanted:
         """The requirements on a tensor of these pieces."""
-        name, expert, *_ = pieces[-1]
-        wanted = self.wanted[EMBEDDING if name == HEAD and self.is_tied else name]
-        if expert is None:
+        last = pieces[-1]
+        wanted = self.wanted[EMBEDDING if last.name == HEAD and self.is_tied else last.name]
+        if last.expert is None:
             return wanted
         rows, columns = wanted.shape
-        num_experts = expert + 1
+        num_experts = last.expert + 1
         return wanted._replace(shape=[num_experts, len(pieces) // num_experts * rows, columns])
 
     def has_transposes(self, name: str, shape: list[int], of_model: list[int]) -> bool:

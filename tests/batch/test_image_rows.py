@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from picture_host import PATIENCE, picture, picture_host, send
+from picture_host import picture, picture_host, send
 from PIL import Image as Pillow
 from seeing import GREEDY, PICTURE, make_seeing, photo
 
@@ -276,12 +276,7 @@ def test_pictures_of_hosts(path: Path, tmp_path: Path) -> None:
         picture_host() as host,
         LLM(path, **OPTIONS, allowed_media_domains=["127.0.0.1"]) as llm,
     ):
-
-        def slow(handler: Any) -> None:
-            assert host.gate.wait(PATIENCE)
-            send(handler, picture(1))
-
-        host.pages["/slow"] = slow
+        host.waits("slow")
         images = [picture(1), picture(2)]
         first, second = (
             each.outputs[0].text
@@ -355,12 +350,7 @@ def test_conversations_without_pictures_of_hosts_wait_for_none(path: Path, folde
         picture_host() as host,
         LLM(path, **options, allowed_media_domains=["127.0.0.1"]) as llm,
     ):
-
-        def slow(handler: Any) -> None:
-            assert host.gate.wait(PATIENCE)
-            send(handler, picture(1))
-
-        host.pages["/slow"] = slow
+        host.waits("slow")
         quick = [
             {"type": "image_url", "image_url": {"url": url(A)}},
             {"type": "image_url", "image_url": (folder / "a.png").as_uri()},

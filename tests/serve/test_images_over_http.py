@@ -17,7 +17,7 @@ openai = pytest.importorskip("openai", reason="needs the client openai")
 import numpy as np  # noqa: E402
 from http_server import OPTIONS, PATIENCE, serving  # noqa: E402
 from make_tiny_vision import make_model  # noqa: E402
-from picture_host import picture, picture_host, send  # noqa: E402
+from picture_host import picture, picture_host  # noqa: E402
 from PIL import Image as Picture  # noqa: E402
 
 from faults import wait_until  # noqa: E402
@@ -126,11 +126,7 @@ def test_hosts_are_asked_where_the_server_was_started_with_their_names(model: Pa
         def answer(url: str) -> Any:
             return place.post("/v1/chat/completions", {**body, "messages": conversation(url)})
 
-        def slow(handler: Any) -> None:
-            assert host.gate.wait(PATIENCE)
-            send(handler, picture(7))
-
-        host.pages["/slow"] = slow
+        host.waits("slow", 7)
         host.leads("away", host.url("7.png", "localhost"))
         waiting = others.submit(answer, host.url("slow"))
         wait_until(lambda: host.asked)
