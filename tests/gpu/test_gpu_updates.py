@@ -4,11 +4,14 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from new_weights import results, with_other_values
 from safetensors.torch import load_file
 
@@ -25,6 +28,10 @@ OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "vocab_size": 4096}
+EXPERTS: dict[str, dict[str, int]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 4},
+}
 FREE = 1 << 29  # bytes that an engine which sleeps may leave on the card
 
 
@@ -86,16 +93,36 @@ def test_new_weights_are_those_of_a_fresh_engine(
 
 SENDER = """
 import json, sys
+from transformers import AutoModelForCausalLM
 from safetensors.torch import load_file
 from nanovllm import share_weights
 
-with share_weights(load_file(sys.argv[1], device="cuda")) as message:
+path, is_model = sys.argv[1], sys.argv[2] == "model"
+if is_model:
+    tensors = AutoModelForCausalLM.from_pretrained(path, dtype="float32").cuda().state_dict()
+else:
+    tensors = load_file(f"{path}/model.safetensors", device="cuda")
+with share_weights(tensors) as message:
     print(json.dumps(message), flush=True)
     sys.stdin.readline()
 """
 
 
 TWO_GPUS: list[dict[str, int]] = [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}]
+
+
+@contextmanager
+def shared(path: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The message of another process that shares a checkpoint's tensors, or those of its model in
+    transformers.
+    """
+    command = [sys.executable, "-c", SENDER, str(path), kind]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as sender:
+        assert sender.stdin is not None and sender.stdout is not None
+        message = json.loads(sender.stdout.readline())
+        assert len(message["memory"]["handle"]) == 128
+        yield message
+        print(file=sender.stdin, flush=True)
 
 
 @pytest.mark.parametrize(
@@ -107,19 +134,48 @@ def test_tensors_of_another_process_by_cuda_ipc(
     options = {**OPTIONS, **options}
     with LLM(paths[1], **options) as fresh:
         wanted = results(fresh)
-    command = [sys.executable, "-c", SENDER, str(paths[1] / "model.safetensors")]
-    with (
-        LLM(paths[0], **options) as llm,
-        subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as sender,
-    ):
-        assert sender.stdin is not None and sender.stdout is not None
-        message = json.loads(sender.stdout.readline())
-        assert len(message["memory"]["handle"]) == 128
+    with LLM(paths[0], **options) as llm, shared(paths[1], "checkpoint") as message:
         for _ in range(3):
             llm.update_weights(tensors_of(paths[0], "cuda"))
             llm.update_weights_ipc(message)
             assert results(llm) == wanted
-        print(file=sender.stdin, flush=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"quantization": "fp8"},
+        *(pytest.param(way, marks=pytest.mark.multi_gpu) for way in TWO_GPUS),
+    ],
+    ids=str,
+)
+def test_experts_that_a_model_of_transformers_stacks(
+    options: dict[str, Any], family: str, tmp_path: Path
+) -> None:
+    """One tensor has many of the engine's: views of memory on the GPU, and of another process."""
+    options = {**OPTIONS, **options}
+    path = make_checkpoint(tmp_path / "old", family, **SHAPE, **EXPERTS[family])
+    other = with_other_values(path, tmp_path / "new")
+    with LLM(other, **options) as fresh:
+        wanted = results(fresh)
+    model = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    new = model.to(DEVICE).state_dict()
+    stacked = [name for name in new if ".experts." in name]
+    assert stacked and all(new[name].dim() == 3 for name in stacked)
+    old = tensors_of(path, DEVICE)
+    with LLM(path, **options) as llm:
+        before = results(llm)
+        assert before != wanted
+        for tensors in (new, iter(new.items())):
+            llm.update_weights(tensors)
+            assert results(llm) == wanted
+            llm.update_weights(old)
+            assert results(llm) == before
+        with shared(other, "model") as message:
+            llm.update_weights_ipc(message)
+            assert results(llm) == wanted
 
 
 def test_memory_goes_and_comes(paths: tuple[Path, Path]) -> None:
