@@ -43,9 +43,16 @@ from nanovllm.threads.fair_lock import FairLock
 from nanovllm.threads.turn import Turn
 from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.updates.hold import Version
+from nanovllm.updates.interface import (
+    FOREIGN_FINISH,
+    FOREIGN_SLEEP,
+    FOREIGN_START,
+    FOREIGN_UPDATE,
+    NamesOfVllm,
+)
 from nanovllm.updates.updating import Tensors
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.options import takes_foreign
+from nanovllm.utils.options import Absent, takes_foreign
 
 Told: TypeAlias = "RequestOutput | BaseException"
 Tell: TypeAlias = "Callable[[Told], _Mailbox | None]"
@@ -56,7 +63,7 @@ COMPILING_FORMS = 2  # at once
 TURN_SECONDS = 0.01  # that a loop waits for its turn
 
 
-class AsyncLLM:
+class AsyncLLM(NamesOfVllm):
     """An engine that completes the prompts of many coroutines at once: they share its steps.
 
     The engine runs in a thread of its own, which alone touches it. Use it as an asynchronous
@@ -292,6 +299,7 @@ class AsyncLLM:
 
     # -- weights that change --------------------------------------------------------------------
 
+    @takes_foreign(FOREIGN_UPDATE)
     async def update_weights(self, tensors: Tensors, *, version: Version | None = None) -> None:
         """Replace all weights, see `LLM.update_weights`. Requests that run meanwhile lose their
         place in the KV cache, and go on by the new weights, which compute all their tokens so far
@@ -300,18 +308,21 @@ class AsyncLLM:
         _wait_for_writers()
         await self._call(lambda llm: llm.update_weights(tensors, version=version))
 
+    @takes_foreign(FOREIGN_UPDATE)
     async def update_weights_ipc(
         self, message: Mapping[str, Any], *, version: Version | None = None
     ) -> None:
         """The same by another process's tensors, see `LLM.update_weights_ipc`."""
         await self._call(lambda llm: llm.update_weights_ipc(message, version=version))
 
+    @takes_foreign(FOREIGN_START)
     async def start_weight_update(self) -> None:
         """Begin an update of several calls, see `LLM.start_weight_update`. Until it ends nothing is
         computed, and new requests are refused.
         """
         await self._call(LLM.start_weight_update)
 
+    @takes_foreign(FOREIGN_FINISH)
     async def finish_weight_update(self, weight_version: Version | None = None) -> None:
         """End an update of several calls, see `LLM.finish_weight_update`."""
         await self._call(lambda llm: llm.finish_weight_update(weight_version))
@@ -333,6 +344,7 @@ class AsyncLLM:
         """The version of the weights, see `LLM.weight_version`."""
         return await self._call(LLM.get_weight_version)
 
+    @takes_foreign(FOREIGN_SLEEP)
     async def sleep(self, level: int = 1) -> None:
         """Give the GPU's memory back, see `LLM.sleep`. Requests that run wait, and are computed
         again.
@@ -346,6 +358,9 @@ class AsyncLLM:
     async def is_sleeping(self) -> bool:
         """Whether weights or KV cache have no memory."""
         return await self._call(LLM.is_sleeping)
+
+    weight_version = Absent("await get_weight_version()")
+    reset_prefix_cache = Absent("updates of the weights forget cached prefixes by themselves")
 
     @asynccontextmanager
     async def trace(self, path: str | Path = DEFAULT_PATH) -> AsyncGenerator[None, None]:
@@ -375,8 +390,8 @@ class AsyncLLM:
             found: T | Exception
             try:
                 found = method(jobs.llm)
-            except Exception as error:
-                found = error
+            except BaseException as error:  # of a caller's iterable, which runs in this thread
+                found = _as_told(error)
                 if jobs.llm.is_closed:  # a worker has died, say
                     jobs.fail(error)
             with suppress(RuntimeError):  # the loop has been closed: nobody listens
@@ -424,6 +439,17 @@ def _wait_for_writers() -> None:
     """Wait for this thread's work on the GPU: the engine's thread does not know of it."""
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
+
+
+def _as_told(error: BaseException) -> Exception:
+    """The error that a coroutine gets for one in the engine's thread: another one where this would
+    end its loop (SystemExit), or cannot come out of a future (StopIteration).
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    told = RuntimeError(f"the engine's thread met {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
 
 
 class _Mailbox:
@@ -556,8 +582,8 @@ class _Jobs:
         try:
             listener = partial(self._tell, tell)
             self._ids[tell] = self.llm._enter(prompt, params, pooling, listener, grammars)
-        except Exception as error:
-            self._tell(tell, error)
+        except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
+            self._tell(tell, _as_told(error))
             self._wake()
 
     def drop(self, tell: Tell) -> None:
@@ -571,7 +597,7 @@ class _Jobs:
         """Run a command, and wake those whom it has told something, unless the next step will."""
         try:
             command(self)
-        except Exception as error:  # it may have dropped any request
+        except BaseException as error:  # it may have dropped any request; the thread goes on
             self.fail(error)
         core = self.llm.core
         if core.is_held or not (self._has_device and core.requests):

@@ -388,10 +388,14 @@ class LLMEngine:
     def exit(self) -> None:
         """Drop all requests and give the memory back, after the calls that other threads have
         begun. May be called again.
+
+        Raises:
+            RuntimeError: inside the iterable of an update.
         """
         if self._lock.is_forked:  # the device and its workers are the parent's
             return
         with self._lock:
+            self._updates.check_idle()
             self.core.reset()
             self._close()
 

@@ -32,9 +32,37 @@ FOREIGN_FINISH: Foreign = {"version": (only(None), "pass it as `weight_version`"
 FOREIGN_START: Foreign = {
     "is_checkpoint_format": (only(True), "tensors have the checkpoint's names and shapes"),
 }
+FOREIGN_SLEEP: Foreign = {
+    "mode": (only("keep"), "an AsyncLLM keeps requests that run; an LLM must have none"),
+}
 
 
-class Updatable(ABC):
+class NamesOfVllm:
+    """The methods of vLLM's engines that change weights by other names."""
+
+    init_weight_transfer_engine = Absent(
+        "nothing is initialised; pass tensors to update_weights(), or what share_weights() has "
+        "given in another process to update_weights_ipc()"
+    )
+    reload_weights = Absent(
+        "unload_adapter() fills the weights from the checkpoint again, update_weights() from "
+        "tensors"
+    )
+    update_weight_version = Absent(
+        "pass it to update_weights() as `version`, or to finish_weight_update() as `weight_version`"
+    )
+    add_lora = Absent("load_adapter() merges a LoRA adapter into the weights")
+    remove_lora = Absent("unload_adapter() fills the weights from the checkpoint again")
+    list_loras = Absent('metrics()["adapter"] names the adapters that the weights have')
+    collective_rpc = Absent("update_weights(), sleep() and wake_up() reach all ranks")
+    pause_generation = Absent(
+        "update_weights() and sleep() let the engine finish its step; start_weight_update() has it "
+        "compute nothing until finish_weight_update()"
+    )
+    resume_generation = Absent("finish_weight_update() and wake_up() have the engine go on")
+
+
+class Updatable(NamesOfVllm, ABC):
     """The methods of `LLM` for weights that change and memory that is lent.
 
     Attributes:
@@ -189,6 +217,7 @@ class Updatable(ABC):
         """`weight_version`, as vLLM calls it."""
         return self.weight_version
 
+    @takes_foreign(FOREIGN_SLEEP)
     def sleep(self, level: int = 1) -> None:
         """Give the GPU's memory back, for others, until `wake_up`. Needs `enable_sleep_mode`.
 
@@ -233,22 +262,6 @@ class Updatable(ABC):
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache have no memory."""
         return bool(self._sleeping.asleep)
-
-    init_weight_transfer_engine = Absent(
-        "nothing is initialised; pass tensors to update_weights(), or what share_weights() has "
-        "given in another process to update_weights_ipc()"
-    )
-    reload_weights = Absent(
-        "unload_adapter() fills the weights from the checkpoint again, update_weights() from "
-        "tensors"
-    )
-    update_weight_version = Absent(
-        "pass it to update_weights() as `version`, or to finish_weight_update() as `weight_version`"
-    )
-    add_lora = Absent("load_adapter() merges a LoRA adapter into the weights")
-    remove_lora = Absent("unload_adapter() fills the weights from the checkpoint again")
-    list_loras = Absent('metrics()["adapter"] names the adapters that the weights have')
-    collective_rpc = Absent("update_weights(), sleep() and wake_up() reach all ranks")
 
 
 def _refuse_version(version: object) -> None:

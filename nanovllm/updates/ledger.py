@@ -19,11 +19,26 @@ from nanovllm.checkpoint.names import (
 from nanovllm.utils.checks import listed
 
 SOURCE = "the model"
+FLOATS = {"F64", "F32", "F16", "BF16"}  # dtypes of weights that are not codes
 OF_TEXT = (  # what to do with an update of the text model alone
     ": pass the checkpoint's own tensors of the part for images, too, or build the engine with "
     "language_model_only=True"
 )
+BY_NAME = "pass the tensors by the names that the checkpoint has for them"
 OF_PEFT = "base_model.model.", ".base_layer.", ".lora_"  # in names of a PeftModel's tensors
+MERGED = (
+    "pass the merged tensors by the base model's names (docs/weights.md has the lines), or the "
+    "adapter alone to load_adapter()"
+)
+WRAPPED = {  # in names of a wrapped model's tensors, and the wrapper
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FSDP",
+    "module.": "DistributedDataParallel, say",
+}
+OF_CODES = (
+    "the checkpoint is quantised: pass tensors of its own format, or build the engine from the "
+    'original weights, with quantization="fp8", say'
+)
 
 
 class Piece(NamedTuple):
@@ -58,6 +73,11 @@ class Expected:
     def is_tied(self) -> bool:
         """Whether the LM head has the values of the embedding."""
         return HEAD not in self.wanted
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether some of the tensors are codes of quantised weights."""
+        return any(not FLOATS & {*wanted.dtypes} for wanted in self.wanted.values())
 
     @cached_property
     def pieces(self) -> dict[str, list[Piece]]:
@@ -144,18 +164,28 @@ class Ledger:
         if pieces is None:
             if self._expected.leaves_out(name):
                 return []
-            remedy = "pass the tensors by the names that the checkpoint has for them"
-            if any(part in name for part in OF_PEFT):
-                remedy = "merge the adapter first, or pass it alone to load_adapter()"
-            raise ValueError(f"the model has no tensor {name}: {remedy}")
+            raise ValueError(f"the model has no tensor {name}: {self._remedy(name)}")
         wanted = self._expected.wanted_of(pieces)
         first = pieces[0]
         if first.expert is None and self._expected.has_transposes(first.name, shape, wanted.shape):
             pieces, shape = [first._replace(is_transposed=True)], wanted.shape
+        if dtype in FLOATS and not FLOATS & {*wanted.dtypes}:
+            raise ValueError(f"tensor {name} is {dtype}, but {OF_CODES}")
         wanted.check(name, shape, dtype, SOURCE)
         if any(piece.name in self._come for piece in pieces):
             raise ValueError(f"tensor {name} comes twice in one update")
         return pieces
+
+    def _remedy(self, name: str) -> str:
+        """What to do about a tensor of a name that the model has not."""
+        if any(part in name for part in OF_PEFT):
+            return MERGED
+        for part, wrapper in WRAPPED.items():
+            if f".{part}" in f".{name}":
+                return f"pass state_dict() of the model inside the wrapper ({wrapper})"
+        if self._expected.has_codes and name.endswith(".weight"):
+            return OF_CODES
+        return BY_NAME
 
     def all_pieces(
         self, tensors: Iterable[Described], *, are_all: bool = False
@@ -194,6 +224,8 @@ class Ledger:
         Raises:
             ValueError: naming them.
         """
+        if not self._come:
+            raise ValueError("no tensor has come: a generator, say, can be read once")
         if missing := self._missing():
             remedy = OF_TEXT if all(name.startswith(TOWER) for name in missing) else ""
             raise ValueError(f"missing from the update: {listed(missing)}{remedy}")

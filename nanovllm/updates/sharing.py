@@ -5,7 +5,7 @@ A message is a dictionary of numbers and strings, as JSON has them: nothing in i
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -95,7 +95,12 @@ def read_message(message: Any) -> Parcel:
         TypeError, ValueError: if it is none of `share_weights`.
     """
     if not isinstance(message, Mapping) or set(message) != set(KEYS):
-        raise TypeError("`message` must be what share_weights() has given in the other process")
+        hint = ": read it by json.loads()" if isinstance(message, (str, bytes)) else ""
+        if isinstance(message, AbstractContextManager):
+            hint = ": share by `with share_weights(tensors) as message`"
+        raise TypeError(
+            f"`message` must be what share_weights() has given in the other process{hint}"
+        )
     try:
         return _read_parcel(message)
     except (TypeError, ValueError) as error:

@@ -1,15 +1,17 @@
 """`WeightUpdates`: the updates of an engine's weights, one after another, and what they refuse."""
 
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from nanovllm.adapters.adapter import Given
 from nanovllm.tensors.source import check_plain
+from nanovllm.threads.interrupts import uninterrupted
 from nanovllm.updates.hold import Hold, Version
 from nanovllm.updates.ledger import Ledger, Piece
 from nanovllm.updates.memory import Memory
@@ -17,7 +19,7 @@ from nanovllm.updates.parcel import Named, Parcel, describe, in_pieces
 from nanovllm.updates.sleeping import WEIGHTS
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-
+ALL_THERE = (Mapping, ItemsView, Sequence)  # types of tensors that can be checked before any comes
 
 NO_ADAPTER = "none"
 UPDATE = "update"  # name of a reason to hold the engine
@@ -25,7 +27,10 @@ OPEN = "the weights are being updated: end that with finish_weight_update()"
 BUSY = (
     "the weights are being updated: leave the engine alone until the call that does it has returned"
 )
-LOST = "the weights have been dropped by sleep(level=2): bring new ones with update_weights()"
+LOST = (
+    "the weights have been dropped by sleep(level=2): bring new ones, all of them, with "
+    "update_weights(), or fill them from the checkpoint with load_adapter() or unload_adapter()"
+)
 
 
 class WeightUpdates:
@@ -57,7 +62,7 @@ class WeightUpdates:
         """A whole update; see `LLM.update_weights`."""
         version = _read_version(version)
         ledger = Ledger(self._memory.expected())
-        if not isinstance(tensors, (Mapping, Sequence)):
+        if not isinstance(tensors, ALL_THERE):
             with self._whole(ledger):
                 self.add(tensors)
                 self.finish(version)
@@ -79,29 +84,34 @@ class WeightUpdates:
             self.finish(version)
 
     @contextmanager
-    def _whole(self, ledger: Ledger) -> Iterator[None]:
-        """An update that ends with the block. One that has written nothing has not been."""
+    def _whole(self, ledger: Ledger, *, since: int = 0) -> Iterator[None]:
+        """An update that ends with the block. An error fails it, if more tensors than `since` have
+        come then: else it has not been.
+        """
         before = self._hold[UPDATE]
-        self._begin(ledger, BUSY)
         try:
+            self._begin(ledger, BUSY)
             yield
         except BaseException as error:
-            if ledger.num_come:
-                self._fail(error)
-            else:
-                self._end(before)
+            if self._ledger is ledger:  # it has begun, and not failed
+                if ledger.num_come > since:
+                    self._fail(error)
+                else:
+                    self._end(before)
             raise
 
     def start(self) -> None:
         """Begin an update of several calls. One that has begun and not ended is forgotten."""
-        self._begin(Ledger(self._memory.expected()), OPEN)
-        self.has_started = True
+        with uninterrupted():
+            self._begin(Ledger(self._memory.expected()), OPEN)
+            self.has_started = True
 
     def _begin(self, ledger: Ledger, reason: str) -> None:
         self._check_ready()
-        self._hold.add(UPDATE, reason)
-        self._memory.give_up_update()
-        self._ledger = ledger
+        with uninterrupted():
+            self._hold.add(UPDATE, reason)
+            self._memory.give_up_update()
+            self._ledger = ledger
 
     def check_idle(self) -> None:
         """Refuse to change anything inside an update: its tensors may come from the caller's code.
@@ -128,7 +138,7 @@ class WeightUpdates:
     def add(self, tensors: Tensors) -> None:
         """Write some of the tensors. What is refused before anything is written changes nothing."""
         ledger = self._open_ledger()
-        if not isinstance(tensors, (Mapping, Sequence)):
+        if not isinstance(tensors, ALL_THERE):
             with self._failing(since=ledger.num_come):
                 self._memory.fill(_booked(named_tensors(tensors), ledger), lambda: None)
             return
@@ -152,10 +162,10 @@ class WeightUpdates:
             adapters: adapters to merge into it.
             name: name of these adapters.
         """
-        self._begin(Ledger(self._memory.expected()), BUSY)
-        with self._failing():
-            self._memory.reload(adapters)
-        self._count(None, name)
+        with self._whole(Ledger(self._memory.expected()), since=-1):
+            with self._failing():
+                self._memory.reload(adapters)
+            self._count(None, name)
 
     def finish(self, version: Version | None) -> None:
         """End the update."""
@@ -186,8 +196,8 @@ class WeightUpdates:
         """An error in the block fails the update, if more tensors than `since` have come then: they
         may be written in part.
         """
-        self._is_filling = True
         try:
+            self._is_filling = True
             yield
         except BaseException as error:
             if self._ledger is not None and self._ledger.num_come > since:
@@ -248,10 +258,17 @@ def check_tensors(tensors: object) -> None:
     """
     if isinstance(tensors, torch.nn.Module):
         raise TypeError("`tensors` must be pairs of a name and a tensor: pass model.state_dict()")
+    if isinstance(tensors, Mapping) and "memory" in tensors:
+        raise TypeError(
+            "`tensors` must be the tensors themselves: pass a message of share_weights() to "
+            "update_weights_ipc()"
+        )
     if not isinstance(tensors, (Mapping, Iterable)):
+        is_async = isinstance(tensors, AsyncIterable)
+        hint = ": pass [pair async for pair in tensors]" if is_async else ""
         raise TypeError(
             "`tensors` must be pairs of a name and a tensor, or a dictionary, got "
-            f"{type(tensors).__name__}"
+            f"{type(tensors).__name__}{hint}"
         )
 
 
@@ -271,9 +288,10 @@ def named_tensors(tensors: Any) -> Iterator[Named]:
             )
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             first = repr(name) if isinstance(name, str) else type(name).__name__
+            hint = ": pass torch.from_numpy(array)" if isinstance(tensor, np.ndarray) else ""
             raise TypeError(
                 "`tensors` must be pairs of a name and a torch.Tensor, got "
-                f"{first} and {type(tensor).__name__}"
+                f"{first} and {type(tensor).__name__}{hint}"
             )
         check_plain(name, tensor)
         yield name, tensor.detach()

@@ -8,7 +8,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,19 @@ def test_layouts_that_are_made_after_loading(
 def test_codes_in_8_bits(way: str, tmp_path: Path) -> None:
     path, _ = fp8_checkpoints.checkpoints(tmp_path, way)
     assert_weights_change(path, with_other_values(path, tmp_path / "other"))
+    assert_plain_weights_are_refused(path)
+
+
+def assert_plain_weights_are_refused(path: Path) -> None:
+    """With the remedy, and before anything is written."""
+    weight = "model.layers.0.mlp.down_proj.weight"
+    with LLM(path, **OPTIONS) as llm:
+        for tensors in ({weight: torch.zeros(64, 96)}, iter([(weight, torch.zeros(64, 96))])):
+            with pytest.raises(
+                ValueError, match="checkpoint is quantised: pass tensors of its own"
+            ):
+                llm.update_weights(tensors)
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
 @pytest.mark.usefixtures("threads")
@@ -95,6 +108,7 @@ def test_codes_of_experts_in_4_bits(size: int, tmp_path: Path) -> None:
 def test_codes_in_4_bits(way: str, tmp_path: Path) -> None:
     path, _ = int4_checkpoints.checkpoints(tmp_path, way)
     assert_weights_change(path, with_other_values(path, tmp_path / "other", "g_idx", "shape"))
+    assert_plain_weights_are_refused(path)
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, rare({"data_parallel_size": 2})])
@@ -242,6 +256,12 @@ def test_messages_that_are_none(paths: tuple[Path, Path]) -> None:
             assert results(llm) == before, "nothing has been written"
         with pytest.raises(TypeError, match=r"what share_weights\(\) has given"):
             llm.update_weights_ipc({"names": [], 0: []})
+        for wrong, error in (
+            (json.dumps(message), r"read it by json\.loads\(\)"),
+            (share_weights(tensors), "share by `with share_weights"),
+        ):
+            with pytest.raises(TypeError, match=error):
+                llm.update_weights_ipc(wrong)  # type: ignore[arg-type]
         llm.reset_prefix_cache()
         assert results(llm) == before and llm.weight_version == 0
 
@@ -365,7 +385,17 @@ def test_async_holds_between_the_calls_of_an_update(paths: tuple[Path, Path]) ->
 # -- mistakes --------------------------------------------------------------------------------------
 
 NORM = "model.norm.weight"
+WRAPPED = (
+    "module.model.norm.weight",
+    "_orig_mod.model.norm.weight",
+    "model.layers.0._orig_mod.input_layernorm.weight",
+)
 PEFTS = "base_model.model.model.norm.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"
+
+
+async def one_by_one(new: dict[str, torch.Tensor]) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    for item in new.items():
+        yield item
 
 
 def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Path]) -> None:
@@ -388,7 +418,11 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
                 iter(({"x": new[NORM]}).items()),
                 "the model has no tensor x: pass the tensors by the",
             ),
-            *(({name: new[NORM]}, "merge the adapter first, or pass it") for name in PEFTS),
+            *(({name: new[NORM]}, "merged tensors by the base model's names") for name in PEFTS),
+            *(({name: new[NORM]}, "inside the wrapper") for name in WRAPPED),
+            ((some | {"x": new[NORM]}).items(), "the model has no tensor x"),
+            (iter(()), "no tensor has come: a generator, say, can be read once"),
+            ({}, "no tensor has come"),
         ]
         for tensors, error in wrong:
             with pytest.raises(ValueError, match=error):
@@ -402,6 +436,9 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
             ([[new[NORM]]], "got list of 1 values$"),
             ({"update_info": {}}, "the tensors themselves"),
             (None, "got NoneType$"),
+            ({NORM: new[NORM].numpy()}, r"and ndarray: pass torch.from_numpy\(array\)$"),
+            (one_by_one(new), r"pass \[pair async for pair in tensors\]$"),
+            ({"memory": {}}, r"pass a message of share_weights\(\) to update_weights_ipc\(\)$"),
         ):
             with pytest.raises(TypeError, match=f"`tensors` must be.*{error}"):
                 llm.update_weights(tensors)
@@ -502,8 +539,9 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
         ),
         (lambda x, _: fake(x), "is of the type FakeTensor: pass a plain tensor"),
         (lambda x, _: freed(x), "has no values: its memory is freed.*gather it first"),
+        (lambda x, _: x[:0, 0], "has no values: its memory is freed, as FSDP and ZeRO-3 do"),
     ],
-    ids=["dtensor", "collective", "two", "parameter", "fake", "freed"],
+    ids=["dtensor", "collective", "two", "parameter", "fake", "freed", "empty"],
 )
 def test_tensors_whose_memory_is_elsewhere_are_refused(
     wrap: Any, error: str, mesh: DeviceMesh, paths: tuple[Path, Path]
@@ -581,6 +619,7 @@ def test_tensors_that_change_the_weights_are_told_that_it_is_busy(
             llm.finish_weight_update,
             llm.unload_adapter,
             llm.sleep,
+            llm.exit,
         )
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
