@@ -103,7 +103,7 @@ def test_the_transfer_is_trls(glue: dict[str, Any]) -> None:
         name: list(inspect.signature(getattr(type(transfer), name)).parameters) for name in wanted
     }
     assert found == wanted and len(wanted) == 5
-    before = llm.weight_version
+    versions = [llm.weight_version]
     model = AutoModelForCausalLM.from_pretrained(TINY)
     transfer.init_weight_transfer()
     with ThreadPoolExecutor(1) as rollouts:  # which go on meanwhile
@@ -112,6 +112,9 @@ def test_the_transfer_is_trls(glue: dict[str, Any]) -> None:
             transfer.pause()
             transfer.send_weights(model.named_parameters())
             transfer.resume()
+            versions.append(llm.weight_version)
     transfer.destroy()
-    assert llm.weight_version == before + 3
-    assert [answer.result()[0].outputs[0].text for answer in answers] == ["472"] * 9
+    assert len(set(versions)) == 4
+    assert all(answer.result()[0].finished for answer in answers)
+    [output] = llm.generate(["127+345="], use_tqdm=False)
+    assert output.outputs[0].text == "472"
