@@ -24,6 +24,7 @@ PART = re.compile(rf"(.+)\.({PARTS})(?:\.weight)?")
 IN_MODEL = re.compile(rf"\.({PARTS})\.\w+")  # in names of a model, which have the adapter's, too
 SAVED_BASE = re.compile(r"\.base_layer(?=\.\w+$)")  # in names of layers saved beside their change
 ENDS = ("embed_tokens", "lm_head")  # modules that may share a matrix
+OF_LABELS = ("score", "classifier")  # the last layers of models that classify, in transformers
 
 Parts: TypeAlias = Mapping[str, str]  # of a module's change -> name
 
@@ -210,6 +211,12 @@ def _refuse_lost(lost: list[str], remedy: str) -> None:
     if of_images := [name for name in lost if any(f".{part}." in name for part in OTHER_PARTS)]:
         raise ValueError(
             f"an adapter must not change parts for images, got {listed(of_images)}: {BY_PEFT}"
+        )
+    if of_labels := [name for name in lost if any(f".{layer}." in name for layer in OF_LABELS)]:
+        raise ValueError(
+            f"it has layers for labels, {listed(of_labels)}, which are not supported: train the "
+            "model to answer with a token for each label, whose probabilities can be read "
+            "(docs/tasks/rerank.md)"
         )
     if lost:
         raise ValueError(f"this model has no weights for {listed(lost)}: {remedy}")
