@@ -331,6 +331,8 @@ def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelCo
     by_file = sorted(merge.changed, key=lambda name: (files[name], name))
     for name, source in _slices(by_file, files):
         merge.source(name, source)
+    for adapter in adapters:
+        adapter.check_finite()
 
 
 def load_model(

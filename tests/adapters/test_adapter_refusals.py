@@ -267,6 +267,23 @@ def test_tensors_that_fit_nothing(
     refuse(base, adapter, rf"^adapter {tmp_path}/adapter: .*{match}")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("part", [f"{Q}.lora_A.weight", f"{PREFIX}model.norm.weight"])
+def test_numbers_that_are_not_finite(
+    part: str, value: float, base: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    changed = {name: x.clone() for name, x in tensors.items()} | {
+        f"{PREFIX}model.norm.weight": torch.ones(64)
+    }
+    changed[part].view(-1)[-1] = value
+    adapter = save_adapter(tmp_path / "adapter", changed)
+    refuse(
+        base,
+        adapter,
+        rf"^adapter {tmp_path}/adapter: tensor {part} has NaN or infinite values: pass an adapter",
+    )
+
+
 @pytest.mark.parametrize(
     "config",
     [

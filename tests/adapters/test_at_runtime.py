@@ -1,6 +1,7 @@
 """Adapters that are loaded into an engine that runs, and unloaded."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def test_what_cannot_be_merged_leaves_the_engine_as_it_is(
             ((config, half), "in memory"),
             ((config | {"bias": "all"}, tensors), "bias"),
             ((config, tensors | {name: tensors[name].to("meta")}), f"{name} has no values"),
+            ((config, tensors | {name: tensors[name] * math.nan}), f"tensor {name} has NaN or"),
             ((config, tensors | {name: tensors[name].to_sparse()}), r"pass tensor.to_dense\(\)"),
         ):
             with pytest.raises(ValueError, match=error):
