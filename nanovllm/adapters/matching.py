@@ -17,6 +17,7 @@ from nanovllm.checkpoint.names import Place, Places, left_out_prefixes
 from nanovllm.utils.checks import listed
 
 PREFIX = "base_model.model."
+OF_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|module)\.")  # of torch.compile, of DDP
 FACTORS, OF_EMBEDDING = ("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")
 MAGNITUDE = "lora_magnitude_vector"
 PARTS = "|".join((*FACTORS, *OF_EMBEDDING, MAGNITUDE))
@@ -148,7 +149,7 @@ def _grouped(names: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str,
     parts: defaultdict[str, dict[str, str]] = defaultdict(dict)
     wholes: dict[str, str] = {}
     for name in names:
-        path = name.removeprefix(PREFIX)
+        path = OF_WRAPPERS.sub("", name).removeprefix(PREFIX)
         if found := PART.fullmatch(path):
             group, key = parts[found[1]], found[2]
         elif IN_MODEL.search(path):
