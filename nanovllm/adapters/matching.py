@@ -118,6 +118,11 @@ def match(
     return changes
 
 
+def is_of_images(name: str) -> bool:
+    """Whether an adapter's tensor changes a part for images."""
+    return any(f".{part}." in name for part in OTHER_PARTS)
+
+
 def without_tensors(
     config: AdapterConfig, saved: Iterable[str], changed: Collection[str], is_tied: bool
 ) -> list[str]:
@@ -209,7 +214,7 @@ def _refuse_wholes(wholes: Mapping[str, str], found: Mapping[str, list[Place]]) 
 
 def _refuse_lost(lost: list[str], remedy: str) -> None:
     """ValueError for tensors that the checkpoint lacks, or whose weights no adapter changes."""
-    if of_images := [name for name in lost if any(f".{part}." in name for part in OTHER_PARTS)]:
+    if of_images := [name for name in lost if is_of_images(name)]:
         raise ValueError(
             f"an adapter must not change parts for images, got {listed(of_images)}: {BY_PEFT}"
         )

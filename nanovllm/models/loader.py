@@ -327,7 +327,13 @@ def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelCo
         return
     files = _not_left_out(find_weights(directory), config.is_part)
     device = torch.device("cpu")
-    merge = Merge(adapters, files, is_tied=config.tie_word_embeddings, device=device)
+    merge = Merge(
+        adapters,
+        files,
+        is_tied=config.tie_word_embeddings,
+        leaves_images=config.is_part and config.vision is None,
+        device=device,
+    )
     by_file = sorted(merge.changed, key=lambda name: (files[name], name))
     for name, source in _slices(by_file, files):
         merge.source(name, source)
@@ -380,7 +386,10 @@ def fill(
         raise ValueError(f"{directory} does not match its config.json: {'; '.join(problems)}")
     shards = {name: shard for name, shard in matching.shards.items() if name in files}
     by_file = sorted(shards, key=lambda name: (shards[name].comes_last, files[name]))
-    merge = Merge(adapters, files, is_tied=HEAD not in own, device=device)
+    leaves_images = is_part and not has_tower(own)
+    merge = Merge(
+        adapters, files, is_tied=HEAD not in own, leaves_images=leaves_images, device=device
+    )
     for name, source in _slices(by_file, files):
         shards[name].check(name, merge.source(name, source))
     merge.log()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from peft_adapters import make_adapter, merge, save_adapter, tensors_of
+from vision_checkpoints import make_gemma3
 
 from checkpoints import (
     PARAMS,
@@ -107,6 +108,27 @@ def test_an_adapter_saved_in_part_is_warned_of(
     assert [f"adapter {part}: it has no tensors for {wanted}, which its" in x for x in said] == (
         [True] if named else []
     )
+
+
+def test_changes_of_a_tower_that_is_left_out_are_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a line in the log; the text is that of the model which peft has merged whole."""
+    caplog.set_level(logging.INFO, "nanovllm")
+    base = make_gemma3(tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    of_tower = {name: x for name, x in tensors_of(adapter).items() if "vision_tower" in name}
+    assert len(of_tower) == 4 and len(tensors_of(adapter)) == 10
+    whole = merge(base, tmp_path / "whole", adapter)
+    alone = save_adapter(tmp_path / "alone", of_tower)
+    with pytest.raises(ValueError, match="an adapter must not change parts for images, got "):
+        LLM(base, adapter=adapter, **SMALL)
+    with pytest.raises(ValueError, match="it changes the part for images alone, which is left out"):
+        LLM(base, adapter=alone, language_model_only=True, **SMALL)
+    with LLM(base, adapter=adapter, language_model_only=True, **SMALL) as llm:
+        assert_greedy(whole, PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+    said = [message for message in caplog.messages if "for images" in message]
+    assert said == [f"adapter {adapter}: its 4 tensors for images are left out, as the model's are"]
 
 
 def test_an_adapter_beside_the_weights(
