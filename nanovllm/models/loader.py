@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.adapters.adapter import Adapter
+from nanovllm.adapters.directory import warn_of_template
 from nanovllm.adapters.merge import Merge
 from nanovllm.checkpoint.files import ADAPTER, INDEX, PROCESSORS, has_file, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -339,6 +340,7 @@ def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelCo
         merge.source(name, source)
     for adapter in adapters:
         adapter.check_finite()
+        warn_of_template(Path(adapter.name), directory)
 
 
 def load_model(

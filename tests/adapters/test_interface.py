@@ -132,6 +132,47 @@ def test_changes_of_a_tower_that_is_left_out_are_too(
     assert said == [f"adapter {adapter}: its 4 tensors for images are left out, as the model's are"]
 
 
+@pytest.mark.parametrize(
+    ("files", "is_named"),
+    [
+        ({"chat_template.jinja": "other"}, True),
+        ({"chat_template.jinja": "same"}, False),
+        ({"tokenizer_config.json": {"chat_template": "other"}}, True),
+        ({"tokenizer_config.json": {"chat_template": "same"}}, False),
+        (
+            {"tokenizer_config.json": {"chat_template": "other"}, "chat_template.jinja": "same"},
+            False,
+        ),
+        (
+            {"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "same"}]}},
+            False,
+        ),
+        ({"tokenizer_config.json": {}}, False),
+        ({"tokenizer_config.json": "{"}, False),
+    ],
+)
+def test_another_chat_template_is_warned_of(
+    files: dict[str, Any],
+    is_named: bool,
+    adapters: list[Path],
+    base: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At the start, and when it is loaded into an engine."""
+    model = copy_checkpoint(base, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("same")
+    adapter = shutil.copytree(adapters[0], tmp_path / "adapter")
+    for name, contents in files.items():
+        text = contents if isinstance(contents, str) else json.dumps(contents)
+        (adapter / name).write_text(text)
+    with LLM(model, adapter=adapter, **SMALL) as llm:
+        llm.load_adapter(adapter)
+    said = [message for message in caplog.messages if "chat template" in message]
+    assert len(said) == 2 * is_named
+    assert all(each.startswith(f"adapter {adapter} has another chat template") for each in said)
+
+
 def test_an_adapter_beside_the_weights(
     base: Path, adapters: list[Path], whole: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
