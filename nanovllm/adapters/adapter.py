@@ -90,6 +90,19 @@ class Adapter:
                     f"{', '.join(FLOATS)}: save it again"
                 )
 
+    def check_finite(self) -> None:
+        """Refuse NaN and infinite values. Reads all tensors.
+
+        Raises:
+            ValueError: naming a tensor that has some.
+        """
+        for key, tensor in self.tensors.items():
+            if not tensor[...].isfinite().all():
+                raise ValueError(
+                    f"adapter {self.name}: tensor {key} has NaN or infinite values: pass an "
+                    "adapter from before its training diverged"
+                )
+
 
 def _read(name: str, config: Mapping[str, Any]) -> AdapterConfig:
     try:

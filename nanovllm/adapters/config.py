@@ -30,6 +30,11 @@ REFUSED = {
     "use_qalora": ("groups of a GPTQ model's columns", NO_MERGE),
     "velora_config": ("tensors for its training alone", BY_PEFT),
 }
+# Methods that learn prompts, or what is put before keys and values, and change no weights.
+OF_PROMPTS = {
+    *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING"),
+    *("PREFIX_TUNING", "PROMPT_TUNING"),
+}
 # Initialisations that change the base model unless the adapter is converted on saving.
 CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 # Fields whose value makes no difference once an adapter is trained.
@@ -161,7 +166,8 @@ def _first_match(pattern: Mapping[str, T], path: str, default: T) -> T:
 def _refuse(raw: Mapping[str, Any]) -> None:
     """ValueError for an adapter that is none of LoRA, or cannot be merged here."""
     if (kind := raw.get("peft_type")) != "LORA":
-        raise ValueError(f"`peft_type` must be LORA, got {getattr(kind, 'value', kind)}: {BY_PEFT}")
+        remedy = NO_MERGE if kind in OF_PROMPTS else BY_PEFT
+        raise ValueError(f"`peft_type` must be LORA, got {getattr(kind, 'value', kind)}: {remedy}")
     for field, (what, remedy) in REFUSED.items():
         if raw.get(field):
             raise ValueError(f"`{field}` asks for {what}, which is not supported: {remedy}")

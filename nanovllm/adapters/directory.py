@@ -1,11 +1,15 @@
 """The directories of adapters that are given by their paths or names. Imports no torch."""
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from nanovllm.checkpoint.files import ADAPTER, ADAPTER_WEIGHTS, has_file
+from nanovllm.checkpoint.files import ADAPTER, ADAPTER_WEIGHTS, has_file, read_json
 from nanovllm.checkpoint.hub import adapter_directory
+from nanovllm.checkpoint.tokenizer import CONFIG, TEMPLATE
 from nanovllm.utils.checks import listed
+
+logger = logging.getLogger(__name__)
 
 
 def adapter_directories(adapters: Iterable[str]) -> tuple[str, ...]:
@@ -21,6 +25,40 @@ def adapter_directories(adapters: Iterable[str]) -> tuple[str, ...]:
     for directory in found:
         _refuse_others(Path(directory))
     return found
+
+
+def warn_of_template(adapter: Path, base: Path) -> None:
+    """Warn of an adapter's chat template that is another than the model's, which is used.
+
+    Args:
+        adapter: directory of the adapter.
+        base: directory of the model.
+    """
+    own = _chat_template(adapter)
+    if own is not None and own != _chat_template(base):
+        logger.warning(
+            "adapter %s has another chat template than the model, whose is used: if the adapter "
+            "was trained with its own, pass that as `chat_template` to chat() (as --chat-template "
+            "to nanovllm generate), or copy its file into the model's directory",
+            adapter,
+        )
+
+
+def _chat_template(directory: Path) -> str | None:
+    """The text of a directory's chat template, as transformers would read it; None: none."""
+    file = directory / TEMPLATE
+    try:
+        found = file.read_text("utf-8") if has_file(file) else None
+        if found is None and has_file(directory / CONFIG):
+            found = read_json(directory / CONFIG).get("chat_template")
+    except (OSError, ValueError):  # the model's own are refused where they are used
+        return None
+    if isinstance(found, list):  # of several, by name
+        named = (each for each in found if isinstance(each, dict))
+        found = next(
+            (each.get("template") for each in named if each.get("name") == "default"), None
+        )
+    return found if isinstance(found, str) else None
 
 
 def _refuse_others(directory: Path) -> None:

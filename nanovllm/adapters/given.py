@@ -1,9 +1,8 @@
-"""An adapter as users pass it: its directory or name on the hub, or configuration and tensors."""
+"""Adapters as users pass them: by directory or name on the hub, or configuration and tensors."""
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,26 +12,42 @@ from nanovllm.checkpoint.hub import checkpoint_name
 from nanovllm.tensors.source import check_plain
 
 IN_MEMORY = "in memory"
+PATHS = (str, os.PathLike)
+# The directory of an adapter or its name on the hub, or its configuration and tensors.
+AnyAdapter: TypeAlias = str | os.PathLike[str] | tuple[Any, Mapping[str, torch.Tensor]]
 
 
-def read_given(adapter: Any) -> tuple[Given, str]:
-    """An adapter for `open_adapters`, whose tensors are on the CPU, and its name.
+def read_given(adapter: Any) -> list[tuple[Given, str]]:
+    """Adapters for `open_adapters`, whose tensors are on the CPU, and their names.
 
     Args:
         adapter: as for `LLM.load_adapter`.
 
     Raises:
         TypeError: if it is nothing of the kind.
-        ValueError: if it cannot be found, is no adapter in safetensors, or a tensor has no values.
+        ValueError: if one cannot be found, is no adapter in safetensors, or a tensor has no values;
+            for a list of none.
     """
-    if isinstance(adapter, (str, Path)):
+    are_paths = isinstance(adapter, tuple) and all(isinstance(each, PATHS) for each in adapter)
+    if not (are_paths or isinstance(adapter, list)):
+        return [_read(adapter)]
+    if not adapter:
+        raise ValueError(
+            "`adapter` must have at least one adapter, got none: unload_adapter() leaves none"
+        )
+    return [_read(each) for each in adapter]
+
+
+def _read(adapter: Any) -> tuple[Given, str]:
+    """One of `read_given`."""
+    if isinstance(adapter, PATHS):
         [directory] = adapter_directories([os.fspath(adapter)])
         return directory, checkpoint_name(directory)
     if not isinstance(adapter, tuple) or len(adapter) != 2:
         found = f"{len(adapter)} values" if isinstance(adapter, tuple) else type(adapter).__name__
         raise TypeError(
-            "`adapter` must be a directory, a name on the hub, or a pair of a configuration and "
-            f"tensors, got {found}"
+            "`adapter` must be a directory, a name on the hub, a pair of a configuration and "
+            f"tensors, or a list of these, got {found}"
         )
     config, tensors = adapter
     return (_configuration(config), _tensors(tensors)), IN_MEMORY

@@ -17,6 +17,7 @@ from nanovllm.checkpoint.names import Place, Places, left_out_prefixes
 from nanovllm.utils.checks import listed
 
 PREFIX = "base_model.model."
+OF_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|module)\.")  # of torch.compile, of DDP
 FACTORS, OF_EMBEDDING = ("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")
 MAGNITUDE = "lora_magnitude_vector"
 PARTS = "|".join((*FACTORS, *OF_EMBEDDING, MAGNITUDE))
@@ -24,6 +25,7 @@ PART = re.compile(rf"(.+)\.({PARTS})(?:\.weight)?")
 IN_MODEL = re.compile(rf"\.({PARTS})\.\w+")  # in names of a model, which have the adapter's, too
 SAVED_BASE = re.compile(r"\.base_layer(?=\.\w+$)")  # in names of layers saved beside their change
 ENDS = ("embed_tokens", "lm_head")  # modules that may share a matrix
+OF_LABELS = ("score", "classifier")  # the last layers of models that classify, in transformers
 
 Parts: TypeAlias = Mapping[str, str]  # of a module's change -> name
 
@@ -116,6 +118,11 @@ def match(
     return changes
 
 
+def is_of_images(name: str) -> bool:
+    """Whether an adapter's tensor changes a part for images."""
+    return any(f".{part}." in name for part in OTHER_PARTS)
+
+
 def without_tensors(
     config: AdapterConfig, saved: Iterable[str], changed: Collection[str], is_tied: bool
 ) -> list[str]:
@@ -147,7 +154,7 @@ def _grouped(names: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str,
     parts: defaultdict[str, dict[str, str]] = defaultdict(dict)
     wholes: dict[str, str] = {}
     for name in names:
-        path = name.removeprefix(PREFIX)
+        path = OF_WRAPPERS.sub("", name).removeprefix(PREFIX)
         if found := PART.fullmatch(path):
             group, key = parts[found[1]], found[2]
         elif IN_MODEL.search(path):
@@ -207,9 +214,15 @@ def _refuse_wholes(wholes: Mapping[str, str], found: Mapping[str, list[Place]]) 
 
 def _refuse_lost(lost: list[str], remedy: str) -> None:
     """ValueError for tensors that the checkpoint lacks, or whose weights no adapter changes."""
-    if of_images := [name for name in lost if any(f".{part}." in name for part in OTHER_PARTS)]:
+    if of_images := [name for name in lost if is_of_images(name)]:
         raise ValueError(
             f"an adapter must not change parts for images, got {listed(of_images)}: {BY_PEFT}"
+        )
+    if of_labels := [name for name in lost if any(f".{layer}." in name for layer in OF_LABELS)]:
+        raise ValueError(
+            f"it has layers for labels, {listed(of_labels)}, which are not supported: train the "
+            "model to answer with a token for each label, whose probabilities can be read "
+            "(docs/tasks/rerank.md)"
         )
     if lost:
         raise ValueError(f"this model has no weights for {listed(lost)}: {remedy}")

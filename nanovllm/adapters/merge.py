@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.adapters.adapter import FLOATS, Adapter, Source
 from nanovllm.adapters.experts import ChangedExperts, Factors
-from nanovllm.adapters.matching import ENDS, Change, LowRank, match, without_tensors
+from nanovllm.adapters.matching import ENDS, Change, LowRank, is_of_images, match, without_tensors
 from nanovllm.utils.checks import listed
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ class Merge:
         adapters: adapters, in the order of their changes.
         saved: names of the checkpoint's tensors.
         is_tied: whether embedding and LM head are one matrix.
+        leaves_images: whether the checkpoint's part for images is left out; changes of it are, too.
         device: torch.device to compute on.
 
     Raises:
@@ -38,11 +39,12 @@ class Merge:
         saved: Collection[str],
         *,
         is_tied: bool,
+        leaves_images: bool,
         device: torch.device,
     ) -> None:
         self._device, self._factors = device, Factors(device, len(adapters))
-        self._saved, self._is_tied = saved, is_tied
-        self._changes = [(adapter, _matched(adapter, saved, is_tied)) for adapter in adapters]
+        self._saved, self._is_tied, self._leaves_images = saved, is_tied, leaves_images
+        self._changes = [(adapter, self._matched(adapter)) for adapter in adapters]
 
     @property
     def changed(self) -> set[str]:
@@ -64,6 +66,26 @@ class Merge:
                 base = self._apply(adapter, changes[name], name, base)
         return base
 
+    def _matched(self, adapter: Adapter) -> dict[str, Change]:
+        left_out = self._left_out(adapter)
+        shapes = {
+            name: list(tensor.get_shape())
+            for name, tensor in adapter.tensors.items()
+            if name not in left_out
+        }
+        try:
+            if left_out and not shapes:
+                raise ValueError(
+                    "it changes the part for images alone, which is left out: leave it out, too"
+                )
+            return match(shapes, adapter.config, self._saved, self._is_tied)
+        except ValueError as error:
+            raise ValueError(f"adapter {adapter.name}: {error}") from None
+
+    def _left_out(self, adapter: Adapter) -> set[str]:
+        """Names of an adapter's tensors that are left out with the part that they change."""
+        return set(filter(is_of_images, adapter.tensors)) if self._leaves_images else set()
+
     def _apply(self, adapter: Adapter, change: Change, name: str, base: Source) -> Source:
         shape = list(base.get_shape())
         if change.whole is not None:
@@ -82,6 +104,12 @@ class Merge:
         for adapter, changes in self._changes:
             base = f" (trained on {adapter.config.base})" if adapter.config.base else ""
             logger.info("adapter: %s%s, merged into %d tensors", adapter.name, base, len(changes))
+            if left_out := self._left_out(adapter):
+                logger.info(
+                    "adapter %s: its %d tensors for images are left out, as the model's are",
+                    adapter.name,
+                    len(left_out),
+                )
             if adapter.config.unknown:
                 logger.warning(
                     "adapter %s: its configuration has fields that are unknown here and ignored: "
@@ -96,14 +124,6 @@ class Merge:
                     adapter.name,
                     listed(missing),
                 )
-
-
-def _matched(adapter: Adapter, saved: Collection[str], is_tied: bool) -> dict[str, Change]:
-    shapes = {name: list(tensor.get_shape()) for name, tensor in adapter.tensors.items()}
-    try:
-        return match(shapes, adapter.config, saved, is_tied)
-    except ValueError as error:
-        raise ValueError(f"adapter {adapter.name}: {error}") from None
 
 
 def _check_shape(

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.openai_batch import read_request
-from nanovllm.batch.params import names_images, parameter_like
+from nanovllm.batch.params import names_adapter, names_images, parameter_like
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import Ask, Row, as_rows, read_ask
 from nanovllm.images.picture import NoPillowError
@@ -258,23 +258,23 @@ class _Job:
         return read_ask(row.fields, self._params, seed, self._chat)
 
     def _look_at_names(self, fields: Mapping[str, Any]) -> None:
-        """Warn, once for each, of the caller's own fields with names like a parameter's."""
+        """Warn, once for each, of the caller's own fields whose names promise an effect."""
         for name, value in fields.items():
             if value is None or name in self._names or len(self._names) >= MAX_NAMES:
                 continue
             self._names.add(name)
+            remedy = None
             if (parameter := parameter_like(name)) is not None:
-                logger.warning(
-                    "rows have a field `%s`, which has no effect and is copied to the results; did "
-                    "you mean the sampling parameter `%s`?",
-                    name,
-                    parameter,
-                )
+                remedy = f"did you mean the sampling parameter `{parameter}`?"
             elif self._sees and names_images(name) and "multi_modal_data" not in fields:
+                remedy = 'did you mean "multi_modal_data": {"image": ...}?'
+            elif names_adapter(name):
+                remedy = "a job has one adapter for all rows: --adapter, or LLM(model, adapter=...)"
+            if remedy is not None:
                 logger.warning(
-                    "rows have a field `%s`, which has no effect and is copied to the results; did "
-                    'you mean "multi_modal_data": {"image": ...}?',
+                    "rows have a field `%s`, which has no effect and is copied to the results; %s",
                     name,
+                    remedy,
                 )
 
     def renderer(self, own: Mapping[str, Any]) -> ChatRenderer:

@@ -32,6 +32,11 @@ def names_images(name: Any) -> bool:
     return plain in ("image", "images", "imageurl", "imagepath", "imagefile")
 
 
+def names_adapter(name: Any) -> bool:
+    """Whether a field has a name that stands for an adapter, here or elsewhere."""
+    return str(name).lower().replace("_", "") in ("adapter", "lorarequest")
+
+
 def wants_outputs(params: SamplingParams) -> bool:
     """Whether a request asks for more than one text, so that its result has all completions."""
     return (

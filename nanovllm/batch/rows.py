@@ -13,7 +13,7 @@ of messages that have no image of their own, `{"type": "image"}`, take these in 
 Any field of `SamplingParams` may stand beside them, or in an object `sampling_params`, where
 unknown names are refused; null stands for the job's default, and integers may be written as 8.0.
 All other fields are the caller's own: the result carries them, and a warning names those whose name
-is nearly that of a parameter.
+is nearly that of a parameter, or stands for an adapter.
 
 A row is identified by its `custom_id` (a string or an integer), or without one by its number and
 content. Of rows with the same `custom_id` the first is computed; the others carry an error. With a

@@ -20,7 +20,8 @@ CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (WHOLE, CONFIG, "tokenizer.model", "vocab.json")
 SLOW = 2  # seconds
 FAST = "5.24"  # version of transformers; older ones need ten seconds (docs/experiments.md, 51)
-FILES_BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+TEMPLATE = "chat_template.jinja"
+FILES_BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", TEMPLATE)
 
 
 def load_tokenizer(model: str) -> Any:

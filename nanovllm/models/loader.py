@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.adapters.adapter import Adapter
+from nanovllm.adapters.directory import warn_of_template
 from nanovllm.adapters.merge import Merge
 from nanovllm.checkpoint.files import ADAPTER, INDEX, PROCESSORS, has_file, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -327,10 +328,19 @@ def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelCo
         return
     files = _not_left_out(find_weights(directory), config.is_part)
     device = torch.device("cpu")
-    merge = Merge(adapters, files, is_tied=config.tie_word_embeddings, device=device)
+    merge = Merge(
+        adapters,
+        files,
+        is_tied=config.tie_word_embeddings,
+        leaves_images=config.is_part and config.vision is None,
+        device=device,
+    )
     by_file = sorted(merge.changed, key=lambda name: (files[name], name))
     for name, source in _slices(by_file, files):
         merge.source(name, source)
+    for adapter in adapters:
+        adapter.check_finite()
+        warn_of_template(Path(adapter.name), directory)
 
 
 def load_model(
@@ -378,7 +388,10 @@ def fill(
         raise ValueError(f"{directory} does not match its config.json: {'; '.join(problems)}")
     shards = {name: shard for name, shard in matching.shards.items() if name in files}
     by_file = sorted(shards, key=lambda name: (shards[name].comes_last, files[name]))
-    merge = Merge(adapters, files, is_tied=HEAD not in own, device=device)
+    leaves_images = is_part and not has_tower(own)
+    merge = Merge(
+        adapters, files, is_tied=HEAD not in own, leaves_images=leaves_images, device=device
+    )
     for name, source in _slices(by_file, files):
         shards[name].check(name, merge.source(name, source))
     merge.log()

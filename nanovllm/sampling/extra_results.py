@@ -128,7 +128,7 @@ def _give_logprobs(scored: Scored, sampled: list[ScheduledSequence], is_open: li
 def _packed(listed: NDArray[np.int32], words: torch.Tensor, vocab_size: int) -> list[bytes | None]:
     """The sets of tokens for `TokenSets`, from `Left.listed` and, on the device, `Left.words`."""
     data, width, counts = listed.tobytes(), listed.shape[1], listed[:, 0]
-    begins = range(1, listed.size, width)
+    begins = range(1, listed.size + 1, width)  # with a width of 1, no ids follow the counts
     packed: list[bytes | None] = [
         data[4 * begin : 4 * (begin + count)]
         for begin, count in zip(begins, counts.tolist(), strict=True)

@@ -6,10 +6,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nanovllm.adapters.adapter import Given, open_adapters
-from nanovllm.adapters.given import read_given
+from nanovllm.adapters.given import AnyAdapter, read_given
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.models.loader import check_adapters, check_files
@@ -164,10 +162,7 @@ class Updatable(NamesOfVllm, ABC):
         with self._changing_memory():
             self._updates.finish(weight_version)
 
-    def load_adapter(
-        self,
-        adapter: str | Path | tuple[Any, Mapping[str, torch.Tensor]],
-    ) -> None:
+    def load_adapter(self, adapter: AnyAdapter | Sequence[AnyAdapter]) -> None:
         """Fill the weights from the checkpoint again, with a LoRA adapter of peft merged into it.
 
         It takes the place of others. The sum is made in float32 and rounded once; nothing is ever
@@ -176,14 +171,15 @@ class Updatable(NamesOfVllm, ABC):
         Args:
             adapter: its directory or name on the hub, or its configuration (peft's `LoraConfig`, or
                 the object in adapter_config.json) and tensors by peft's names
-                (`get_peft_model_state_dict(model)`).
+                (`get_peft_model_state_dict(model)`); or a list of these, which are merged one after
+                the other.
 
         Raises:
             TypeError, ValueError: naming what cannot be merged, before anything is written.
             RuntimeError: if requests are left.
         """
-        given, name = read_given(adapter)
-        self._reload([given], name)
+        given = read_given(adapter)
+        self._reload([each for each, _ in given], ", ".join(name for _, name in given))
 
     def unload_adapter(self) -> None:
         """Fill the weights from the checkpoint again, without any adapter.

@@ -57,6 +57,13 @@ def refuse(model: Path | str, adapter: Path | str, match: str, **options: Any) -
     ("changes", "match"),
     [
         ({"peft_type": "IA3"}, f"`peft_type` must be LORA, got IA3: {BY_PEFT}$"),
+        *(
+            ({"peft_type": name}, f"`peft_type` must be LORA, got {name}: .* run it in peft$")
+            for name in (
+                *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING"),
+                *("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"),
+            )
+        ),
         ({"peft_type": None}, "`peft_type` must be LORA, got None"),
         (
             {"bias": "lora_only"},
@@ -151,7 +158,16 @@ TRAINED = r"pass the model \(our/base\) that the adapter was trained on"
             rf"no weights for {PREFIX}model.layers.9.self_attn.q_proj.lora_A.weight, "
             rf"{PREFIX}model.layers.9.self_attn.q_proj.lora_B.weight: {TRAINED}$",
         ),
-        (added(score__weight=torch.ones(2, 64)), {}, f"no weights for {PREFIX}score.weight: "),
+        (added(other__weight=torch.ones(2, 64)), {}, f"no weights for {PREFIX}other.weight: "),
+        *(
+            (
+                added(**{f"{layer}__weight": torch.ones(2, 64), f"{layer}__bias": torch.ones(2)}),
+                {"task_type": task, "modules_to_save": [layer]},
+                rf"it has layers for labels, {PREFIX}{layer}.(weight|bias), {PREFIX}{layer}.*, "
+                r"which are not supported: .* \(docs/tasks/rerank.md\)$",
+            )
+            for layer, task in (("score", "SEQ_CLS"), ("classifier", "TOKEN_CLS"))
+        ),
         (
             added(model__layers__0__self_attn__q_proj__lora_A__default__weight=torch.ones(4, 64)),
             {},
@@ -249,6 +265,23 @@ def test_tensors_that_fit_nothing(
     config = {"base_model_name_or_path": "our/base", **config}
     adapter = save_adapter(tmp_path / "adapter", change(tensors), **config)
     refuse(base, adapter, rf"^adapter {tmp_path}/adapter: .*{match}")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("part", [f"{Q}.lora_A.weight", f"{PREFIX}model.norm.weight"])
+def test_numbers_that_are_not_finite(
+    part: str, value: float, base: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    changed = {name: x.clone() for name, x in tensors.items()} | {
+        f"{PREFIX}model.norm.weight": torch.ones(64)
+    }
+    changed[part].view(-1)[-1] = value
+    adapter = save_adapter(tmp_path / "adapter", changed)
+    refuse(
+        base,
+        adapter,
+        rf"^adapter {tmp_path}/adapter: tensor {part} has NaN or infinite values: pass an adapter",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Adapters that are loaded into an engine that runs, and unloaded."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -78,16 +79,20 @@ def test_what_cannot_be_merged_leaves_the_engine_as_it_is(
         before = results(llm)
         for given, error in (
             (tmp_path, "has no adapter_config.json"),
+            ([a, tmp_path], "has no adapter_config.json"),
+            ([], r"at least one adapter, got none: unload_adapter\(\) leaves none"),
             ((config, half), "in memory"),
             ((config | {"bias": "all"}, tensors), "bias"),
             ((config, tensors | {name: tensors[name].to("meta")}), f"{name} has no values"),
+            ((config, tensors | {name: tensors[name] * math.nan}), f"tensor {name} has NaN or"),
             ((config, tensors | {name: tensors[name].to_sparse()}), r"pass tensor.to_dense\(\)"),
         ):
             with pytest.raises(ValueError, match=error):
                 llm.load_adapter(given)
         for wrong, error in (
-            (1, "or a pair of a configuration and tensors, got int"),
-            ((1, 2, 3), "tensors, got 3 values"),
+            (1, "a pair of a configuration and tensors, or a list of these, got int"),
+            ((1, 2, 3), "tensors, or a list of these, got 3 values"),
+            ([a, 1], "or a list of these, got int"),
             ((1, tensors), "must be a LoraConfig, or the object in adapter_config.json, got int"),
             ((config, [*tensors.items()]), "must be a dictionary, as .* returns it, got list"),
             ((config, {"a": 1}), "must be torch.Tensors by their names, got 'a': int"),
@@ -106,6 +111,36 @@ def test_what_cannot_be_merged_leaves_the_engine_as_it_is(
         pytest.raises(ValueError, match="load_format='dummy' reads no checkpoint"),
     ):
         dummy.load_adapter(a)
+
+
+class Directory:
+    """A path of another class than pathlib's."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+
+def test_several_adapters_are_those_of_an_engine_with_them(
+    base: Path, adapters: list[Path]
+) -> None:
+    """Bit for bit, in their order; a pair of paths is no configuration with tensors."""
+    a, b = adapters
+    with LLM(base, adapter=[a, b], **OPTIONS) as fresh:
+        wanted = results(fresh)
+    in_memory = LoraConfig.from_pretrained(b), tensors_of(b)
+    with LLM(base, **OPTIONS) as llm:
+        for given, names in (
+            ([a, str(b)], "a, b"),
+            ((Directory(a), b), "a, b"),
+            ([Directory(a), in_memory], "a, in memory"),
+        ):
+            llm.load_adapter(given)
+            assert results(llm) == wanted and llm.metrics()["adapter"] == names
+            llm.load_adapter(Directory(b))
+            assert results(llm) != wanted and llm.metrics()["adapter"] == "b"
 
 
 @pytest.mark.parametrize("options", [{}, rare({"tensor_parallel_size": 2})])

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft_adapters import make_adapter, merge, save_adapter, tensors_of
+from vision_checkpoints import make_gemma3
 
 from checkpoints import (
     PARAMS,
@@ -109,6 +111,68 @@ def test_an_adapter_saved_in_part_is_warned_of(
     )
 
 
+def test_changes_of_a_tower_that_is_left_out_are_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a line in the log; the text is that of the model which peft has merged whole."""
+    caplog.set_level(logging.INFO, "nanovllm")
+    base = make_gemma3(tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    of_tower = {name: x for name, x in tensors_of(adapter).items() if "vision_tower" in name}
+    assert len(of_tower) == 4 and len(tensors_of(adapter)) == 10
+    whole = merge(base, tmp_path / "whole", adapter)
+    alone = save_adapter(tmp_path / "alone", of_tower)
+    with pytest.raises(ValueError, match="an adapter must not change parts for images, got "):
+        LLM(base, adapter=adapter, **SMALL)
+    with pytest.raises(ValueError, match="it changes the part for images alone, which is left out"):
+        LLM(base, adapter=alone, language_model_only=True, **SMALL)
+    with LLM(base, adapter=adapter, language_model_only=True, **SMALL) as llm:
+        assert_greedy(whole, PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+    said = [message for message in caplog.messages if "for images" in message]
+    assert said == [f"adapter {adapter}: its 4 tensors for images are left out, as the model's are"]
+
+
+@pytest.mark.parametrize(
+    ("files", "is_named"),
+    [
+        ({"chat_template.jinja": "other"}, True),
+        ({"chat_template.jinja": "same"}, False),
+        ({"tokenizer_config.json": {"chat_template": "other"}}, True),
+        ({"tokenizer_config.json": {"chat_template": "same"}}, False),
+        (
+            {"tokenizer_config.json": {"chat_template": "other"}, "chat_template.jinja": "same"},
+            False,
+        ),
+        (
+            {"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "same"}]}},
+            False,
+        ),
+        ({"tokenizer_config.json": {}}, False),
+        ({"tokenizer_config.json": "{"}, False),
+    ],
+)
+def test_another_chat_template_is_warned_of(
+    files: dict[str, Any],
+    is_named: bool,
+    adapters: list[Path],
+    base: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At the start, and when it is loaded into an engine."""
+    model = copy_checkpoint(base, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("same")
+    adapter = shutil.copytree(adapters[0], tmp_path / "adapter")
+    for name, contents in files.items():
+        text = contents if isinstance(contents, str) else json.dumps(contents)
+        (adapter / name).write_text(text)
+    with LLM(model, adapter=adapter, **SMALL) as llm:
+        llm.load_adapter(adapter)
+    said = [message for message in caplog.messages if "chat template" in message]
+    assert len(said) == 2 * is_named
+    assert all(each.startswith(f"adapter {adapter} has another chat template") for each in said)
+
+
 def test_an_adapter_beside_the_weights(
     base: Path, adapters: list[Path], whole: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -159,14 +223,26 @@ def test_a_job_is_known_by_its_adapters(base: Path, adapters: list[Path], tmp_pa
     a, b = adapters
     copy = shutil.copytree(a, tmp_path / "copy")
     known = job(a)
-    assert job(copy) == known and "adapter" not in job()
+    assert [*differences(known, job(copy))] == [] and "adapter" not in job()
     others = [job(), job(b), job(a, b), job(b, a)]
     for other in others:
         [change] = differences(known, other)
         assert change.startswith("adapter was [")
     assert len({json.dumps(other) for other in others}) == len(others)
     edit_json(copy / ADAPTER, lora_alpha=9)
-    assert job(copy) != known
+    [change] = differences(known, job(copy))
+    assert re.fullmatch(r'adapter was \["\w{32} a"\] and is \["\w{32} copy"\]', change)
+
+
+def test_jobs_that_know_no_names_of_adapters_go_on(base: Path, adapters: list[Path]) -> None:
+    """They were begun by a version that wrote hashes alone."""
+    job = describe_job(Config(str(base), adapter=adapters), SamplingParams())
+    old = {**job, "adapter": [each.split()[0] for each in job["adapter"]]}
+    assert [*differences(old, job)] == [] == [*differences(job, old)]
+    [change] = differences({**old, "adapter": old["adapter"][::-1]}, job)
+    assert re.fullmatch(
+        r'adapter was \["\w{32}", "\w{32}"\] and is \["\w{32} a", "\w{32} b"\]', change
+    )
 
 
 @pytest.fixture

@@ -444,6 +444,29 @@ def test_the_text_model_may_have_another_prefix(
     assert_equal(loaded(base, [Adapter.from_tensors(config, renamed)]), wanted)
 
 
+@pytest.mark.parametrize(
+    ("path", "wrapped"),
+    [
+        ("base_model.", "_orig_mod.base_model."),
+        ("base_model.model.", "base_model.model._orig_mod."),
+        ("layers.0.", "layers.0._orig_mod."),
+        ("base_model.", "module.base_model."),
+        ("base_model.", "module._orig_mod.base_model."),
+        ("base_model.model.", "base_model.model.module."),
+    ],
+)
+def test_names_of_models_that_torch_compile_and_ddp_have_wrapped(
+    path: str, wrapped: str, base: Path, tmp_path: Path
+) -> None:
+    """Of the whole or of its layers, before or after peft's wrapper."""
+    made = make_adapter(base, tmp_path / "made", modules_to_save=["norm"])
+    renamed = {name.replace(path, wrapped): x for name, x in tensors_of(made).items()}
+    assert renamed.keys() != tensors_of(made).keys()
+    config = json.loads((made / ADAPTER).read_text())
+    wanted = loaded(merge(base, tmp_path / "merged", made), [])
+    assert_equal(loaded(base, [Adapter.from_tensors(config, renamed)]), wanted)
+
+
 def test_of_a_checkpoint_without_a_head(base: Path, tmp_path: Path) -> None:
     """As embedding models are saved, with adapters of `AutoModel`."""
     path = make_checkpoint(tmp_path / "base", tie_word_embeddings=True)

@@ -77,6 +77,15 @@ def test_fields_that_look_like_parameters_are_named_once_for_a_job(caplog, monke
     assert caplog.messages == []
 
 
+def test_fields_that_name_an_adapter_are_warned_of(caplog):
+    """They were copied without a word, and all rows had the job's."""
+    rows = [{"prompt": "a", "lora_request": {"path": "x"}, "adapter": "x", "adapted": 1}] * 2
+    assert [result.error for result in run(StandIn(), rows)] == [None, None]
+    said = "rows have a field `%s`, which has no effect and is copied to the results; a job has one"
+    for message, name in zip(caplog.messages, ("lora_request", "adapter"), strict=True):
+        assert message.startswith(said % name) and "--adapter" in message
+
+
 def test_results_that_wait_for_their_turn_are_bounded():
     """The first row takes long: others pile up behind it, but not all."""
     llm, read, given = StandIn(max_num_seqs=2), itertools.count(), 0

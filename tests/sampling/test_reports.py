@@ -172,10 +172,11 @@ class Checker:
         self.counts["short"] += len(best) < (params.logprobs or 0)
 
     def _check_mask(self, mask: list[int] | None, left: Any) -> None:
-        found = np.zeros(VOCAB, np.bool_)
-        found[[*range(VOCAB)] if mask is None else mask] = True
+        size = len(left.mask)
+        found = np.zeros(size, np.bool_)
+        found[[*range(size)] if mask is None else mask] = True
         assert mask is None or mask == sorted(set(mask))
-        assert mask is None or len(mask) < VOCAB
+        assert mask is None or len(mask) < size
         assert (found == left.mask)[~left.doubtful].all()
         self.counts["all" if mask is None else "mask"] += 1
 
@@ -492,14 +493,35 @@ def test_tokens_that_are_as_likely_as_the_last_stay_in(path: Path) -> None:
         assert values == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=interpreted)])
-def test_bits_travel_for_large_sets_alone(
-    by_kernels: bool, path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here, of more than four tokens: so many ids are as long as the bits of all."""
-    if by_kernels:
+@pytest.fixture(params=[False, pytest.param(True, marks=interpreted)])
+def by_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's operators, or the kernels, in Triton's interpreter."""
+    if request.param:
         for module in (controlled_sampler, logprobs, reporting):
             monkeypatch.setattr(module, "runs_kernels", lambda logits: True)
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("V", [7, 32])
+def test_masks_of_vocabularies_of_one_word(V: int, tmp_path: Path) -> None:
+    """Where no set of ids is shorter than the bits of all."""
+    make_checkpoint(tmp_path, seed=6, vocab_size=V, initializer_range=0.18)
+    own = {"max_tokens": 6, "ignore_eos": True, "return_sampling_mask": True}
+    requests = [
+        ([5, 2], SamplingParams(0.7, seed=top_k, top_k=top_k, **own)) for top_k in (1, 4, V, -1)
+    ]
+    with np.errstate(all="ignore"), LLM(tmp_path, **SMALL) as llm:
+        outputs = run(llm, requests)
+    checker = Checker(Oracle(tmp_path, EOS, SMALL["max_model_len"]))
+    checker.check_all(outputs, requests)
+    assert checker.counts["mask"] == checker.counts["all"] == 2 * 6
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_bits_travel_for_large_sets_alone(
+    path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, of more than four tokens: so many ids are as long as the bits of all."""
     num_rows = []
     copy = extra_results.rows_to_host
 
