@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from typing_extensions import Self, Unpack
 
+from nanovllm.adapters.given import AnyAdapter
 from nanovllm.config import FOREIGN_ARGUMENTS, Options, takes_options
 from nanovllm.llm import (
     LLM,
@@ -327,9 +328,7 @@ class AsyncLLM(NamesOfVllm):
         """End an update of several calls, see `LLM.finish_weight_update`."""
         await self._call(lambda llm: llm.finish_weight_update(weight_version))
 
-    async def load_adapter(
-        self, adapter: str | Path | tuple[Any, Mapping[str, torch.Tensor]]
-    ) -> None:
+    async def load_adapter(self, adapter: AnyAdapter | Sequence[AnyAdapter]) -> None:
         """Merge a LoRA adapter into the checkpoint's weights, see `LLM.load_adapter`. Requests that
         run go on by the new weights.
         """
