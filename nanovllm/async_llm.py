@@ -606,7 +606,7 @@ class _Jobs:
         """End all requests with an error: RuntimeError, because the type of any other might tell a
         caller that the mistake is his.
         """
-        with suppress(Exception):  # the error may have closed the engine
+        with suppress(BaseException):  # the error may have closed the engine
             self.llm.abort_all()
         told = error
         if not isinstance(error, RuntimeError) or isinstance(error, RecursionError):

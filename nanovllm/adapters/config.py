@@ -31,10 +31,12 @@ REFUSED = {
     "velora_config": ("tensors for its training alone", BY_PEFT),
 }
 # Methods that learn prompts, or what is put before keys and values, and change no weights.
-OF_PROMPTS = {
+OF_PROMPTS = (
     *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING"),
     *("PREFIX_TUNING", "PROMPT_TUNING"),
-}
+)
+# Parts of names, and of patterns of names, in models that torch.compile, FSDP or DDP has wrapped.
+OF_WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|(?<![^.])module)\\?\.")
 # Initialisations that change the base model unless the adapter is converted on saving.
 CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 # Fields whose value makes no difference once an adapter is trained.
@@ -103,7 +105,7 @@ class AdapterConfig:
             alpha_pattern=_pattern(
                 raw, "alpha_pattern", lambda key, alpha: check_float(key, alpha, -math.inf)
             ),
-            target_parameters=_names(raw, "target_parameters"),
+            target_parameters=tuple(map(unwrapped, _names(raw, "target_parameters"))),
             modules=_modules(raw),
             version=_version(raw.get("peft_version")),
             base=str(raw.get("base_model_name_or_path") or ""),
@@ -155,6 +157,11 @@ class AdapterConfig:
         rank = self.rank(path)
         alpha = _first_match(self.alpha_pattern, path, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def unwrapped(name: str) -> str:
+    """A name, or a pattern of names, as in a model without wrappers."""
+    return OF_WRAPPERS.sub("", name)
 
 
 def _first_match(pattern: Mapping[str, T], path: str, default: T) -> T:
@@ -224,4 +231,4 @@ def _pattern(raw: Mapping[str, Any], key: str, check: Callable[[str, Any], None]
             raise ValueError(
                 f"`{key}` must have names or regular expressions, got {name!r}: {error}"
             ) from None
-    return dict(found)
+    return {unwrapped(name): value for name, value in found.items()}

@@ -27,21 +27,23 @@ def adapter_directories(adapters: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def warn_of_template(adapter: Path, base: Path) -> None:
-    """Warn of an adapter's chat template that is another than the model's, which is used.
+def warn_of_templates(adapters: Iterable[str], base: Path) -> None:
+    """Warn of adapters whose chat template is another than the model's, which is used by default.
 
     Args:
-        adapter: directory of the adapter.
+        adapters: directories of the adapters.
         base: directory of the model.
     """
-    own = _chat_template(adapter)
-    if own is not None and own != _chat_template(base):
-        logger.warning(
-            "adapter %s has another chat template than the model, whose is used: if the adapter "
-            "was trained with its own, pass that as `chat_template` to chat() (as --chat-template "
-            "to nanovllm generate), or copy its file into the model's directory",
-            adapter,
-        )
+    for adapter in adapters:
+        own = _chat_template(Path(adapter))
+        if own is not None and own != _chat_template(base):
+            logger.warning(
+                "adapter %s has another chat template than the model, whose is the default: if the "
+                "adapter was trained with its own, pass that as `chat_template` to chat() (as "
+                "--chat-template to nanovllm generate), or copy its file into the directory of "
+                "the model",
+                adapter,
+            )
 
 
 def _chat_template(directory: Path) -> str | None:

@@ -28,8 +28,10 @@ def read_given(adapter: Any) -> list[tuple[Given, str]]:
         ValueError: if one cannot be found, is no adapter in safetensors, or a tensor has no values;
             for a list of none.
     """
-    are_paths = isinstance(adapter, tuple) and all(isinstance(each, PATHS) for each in adapter)
-    if not (are_paths or isinstance(adapter, list)):
+    several = isinstance(adapter, list)
+    if isinstance(adapter, tuple):  # a pair of a configuration and tensors has no path
+        several = not adapter or any(isinstance(each, PATHS) for each in adapter)
+    if not several:
         return [_read(adapter)]
     if not adapter:
         raise ValueError(

@@ -10,14 +10,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
-from nanovllm.adapters.config import BY_PEFT, AdapterConfig
+from nanovllm.adapters.config import BY_PEFT, AdapterConfig, unwrapped
 from nanovllm.adapters.parameters import parameters
 from nanovllm.checkpoint.modules import OTHER_PARTS, without_prefix
 from nanovllm.checkpoint.names import Place, Places, left_out_prefixes
 from nanovllm.utils.checks import listed
 
 PREFIX = "base_model.model."
-OF_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|module)\.")  # of torch.compile, of DDP
 FACTORS, OF_EMBEDDING = ("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")
 MAGNITUDE = "lora_magnitude_vector"
 PARTS = "|".join((*FACTORS, *OF_EMBEDDING, MAGNITUDE))
@@ -120,7 +119,7 @@ def match(
 
 def is_of_images(name: str) -> bool:
     """Whether an adapter's tensor changes a part for images."""
-    return any(f".{part}." in name for part in OTHER_PARTS)
+    return any(f".{part}." in f".{name}" for part in OTHER_PARTS)
 
 
 def without_tensors(
@@ -154,7 +153,7 @@ def _grouped(names: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str,
     parts: defaultdict[str, dict[str, str]] = defaultdict(dict)
     wholes: dict[str, str] = {}
     for name in names:
-        path = OF_WRAPPERS.sub("", name).removeprefix(PREFIX)
+        path = unwrapped(name).removeprefix(PREFIX)
         if found := PART.fullmatch(path):
             group, key = parts[found[1]], found[2]
         elif IN_MODEL.search(path):

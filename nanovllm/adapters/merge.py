@@ -82,6 +82,15 @@ class Merge:
         except ValueError as error:
             raise ValueError(f"adapter {adapter.name}: {error}") from None
 
+    def check_finite(self) -> None:
+        """Refuse NaN and infinite values in what is merged.
+
+        Raises:
+            ValueError: naming a tensor that has some.
+        """
+        for adapter, _ in self._changes:
+            adapter.check_finite(adapter.tensors.keys() - self._left_out(adapter))
+
     def _left_out(self, adapter: Adapter) -> set[str]:
         """Names of an adapter's tensors that are left out with the part that they change."""
         return set(filter(is_of_images, adapter.tensors)) if self._leaves_images else set()

@@ -120,7 +120,7 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
 
 def _hashes(adapters: list[str] | None) -> list[str]:
     """The hashes of `describe_adapter`, which older jobs have without names."""
-    return [each.partition(" ")[0] for each in adapters or ()]
+    return [str(each).partition(" ")[0] for each in adapters or ()]
 
 
 def _plain(params: SamplingParams) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from typing_extensions import Self, Unpack
 
 from nanovllm.adapters.adapter import open_adapters
-from nanovllm.adapters.directory import adapter_directories
+from nanovllm.adapters.directory import adapter_directories, warn_of_templates
 from nanovllm.checkpoint.generation_config import read_sampling_params
 from nanovllm.checkpoint.hub import checkpoint_directory, checkpoint_name
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -83,6 +83,7 @@ class LLMEngine:
         if weights:
             self.model_config = as_stored(self.model_config, Path(directory))
             check_adapters(open_adapters(adapters), Path(directory), self.model_config)
+            warn_of_templates(adapters, Path(directory))
         self._shown = repr(self.config.model), self.model_config.architecture
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
         self._default_params = SamplingParams()
@@ -390,7 +391,8 @@ class LLMEngine:
         begun. May be called again.
 
         Raises:
-            RuntimeError: inside the iterable of an update.
+            RuntimeError: while weights are written: from an update's iterable, or a signal's
+                handler.
         """
         if self._lock.is_forked:  # the device and its workers are the parent's
             return

@@ -26,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.adapters.adapter import Adapter
-from nanovllm.adapters.directory import warn_of_template
 from nanovllm.adapters.merge import Merge
 from nanovllm.checkpoint.files import ADAPTER, INDEX, PROCESSORS, has_file, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -338,9 +337,7 @@ def check_adapters(adapters: Sequence[Adapter], directory: Path, config: ModelCo
     by_file = sorted(merge.changed, key=lambda name: (files[name], name))
     for name, source in _slices(by_file, files):
         merge.source(name, source)
-    for adapter in adapters:
-        adapter.check_finite()
-        warn_of_template(Path(adapter.name), directory)
+    merge.check_finite()
 
 
 def load_model(

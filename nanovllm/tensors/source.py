@@ -68,11 +68,10 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_quantized:
         raise ValueError(f"tensor {name} is {tensor.dtype}: pass tensor.dequantize()")
     # Under a transform of torch.func a tensor has no storage, but another tensor in it.
-    is_freed = _C._has_storage(tensor) and not tensor.untyped_storage().nbytes()
-    if is_freed or not tensor.numel():
+    if _C._has_storage(tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise ValueError(
-            f"tensor {name} has no values: its memory is freed, as FSDP and ZeRO-3 do between "
-            "their steps; gather it first"
+            f"tensor {name} has no values: its memory is freed, as FSDP does between its steps; "
+            "gather it first"
         )
 
 

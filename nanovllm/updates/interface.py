@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.adapters.adapter import Given, open_adapters
+from nanovllm.adapters.directory import warn_of_templates
 from nanovllm.adapters.given import AnyAdapter, read_given
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
@@ -31,7 +32,7 @@ FOREIGN_START: Foreign = {
     "is_checkpoint_format": (only(True), "tensors have the checkpoint's names and shapes"),
 }
 FOREIGN_SLEEP: Foreign = {
-    "mode": (only("keep"), "an AsyncLLM keeps requests that run; an LLM must have none"),
+    "mode": (only("keep"), "leave it out: an AsyncLLM keeps requests that run, an LLM has none"),
 }
 
 
@@ -199,6 +200,7 @@ class Updatable(NamesOfVllm, ABC):
         directory = Path(self.config.model)
         check_files(directory)
         check_adapters(open_adapters(adapters), directory, self.model_config)
+        warn_of_templates((each for each in adapters if isinstance(each, str)), directory)
         with self._changing_memory():
             self._updates.reload(adapters, name)
 

@@ -30,14 +30,14 @@ MERGED = (
     "pass the merged tensors by the base model's names (docs/weights.md has the lines), or the "
     "adapter alone to load_adapter()"
 )
-WRAPPED = {  # in names of a wrapped model's tensors, and the wrapper
+WRAPPED = {  # parts of names in a wrapped model, and its wrapper
     "_orig_mod.": "torch.compile",
     "_fsdp_wrapped_module.": "FSDP",
-    "module.": "DistributedDataParallel, say",
+    "module.": "DDP",
 }
 OF_CODES = (
     "the checkpoint is quantised: pass tensors of its own format, or build the engine from the "
-    'original weights, with quantization="fp8", say'
+    'original weights, with quantization="fp8" if they are to be small'
 )
 
 
@@ -73,11 +73,6 @@ class Expected:
     def is_tied(self) -> bool:
         """Whether the LM head has the values of the embedding."""
         return HEAD not in self.wanted
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether some of the tensors are codes of quantised weights."""
-        return any(not FLOATS & {*wanted.dtypes} for wanted in self.wanted.values())
 
     @cached_property
     def pieces(self) -> dict[str, list[Piece]]:
@@ -120,6 +115,10 @@ class Expected:
             return False
         [place] = self._places.find(name)
         return place.is_of_experts and not place.is_transposed and shape != of_model
+
+    def in_codes(self, name: str) -> bool:
+        """Whether the checkpoint has codes in the place of a tensor of this name."""
+        return self._places.in_codes(name)
 
     def leaves_out(self, name: str) -> bool:
         """Whether the model has no place for a tensor of this name, and needs none."""
@@ -165,6 +164,11 @@ class Ledger:
             if self._expected.leaves_out(name):
                 return []
             raise ValueError(f"the model has no tensor {name}: {self._remedy(name)}")
+        if 0 in shape:
+            raise ValueError(
+                f"tensor {name} has no values, as ZeRO-3 leaves parameters between its steps: "
+                "gather it first"
+            )
         wanted = self._expected.wanted_of(pieces)
         first = pieces[0]
         if first.expert is None and self._expected.has_transposes(first.name, shape, wanted.shape):
@@ -183,7 +187,7 @@ class Ledger:
         for part, wrapper in WRAPPED.items():
             if f".{part}" in f".{name}":
                 return f"pass state_dict() of the model inside the wrapper ({wrapper})"
-        if self._expected.has_codes and name.endswith(".weight"):
+        if self._expected.in_codes(name):
             return OF_CODES
         return BY_NAME
 
@@ -225,7 +229,7 @@ class Ledger:
             ValueError: naming them.
         """
         if not self._come:
-            raise ValueError("no tensor has come: a generator, say, can be read once")
+            raise ValueError("no tensor of the model has come (a generator can be read once)")
         if missing := self._missing():
             remedy = OF_TEXT if all(name.startswith(TOWER) for name in missing) else ""
             raise ValueError(f"missing from the update: {listed(missing)}{remedy}")

@@ -453,16 +453,21 @@ def test_the_text_model_may_have_another_prefix(
         ("base_model.", "module.base_model."),
         ("base_model.", "module._orig_mod.base_model."),
         ("base_model.model.", "base_model.model.module."),
+        ("layers.0.", "layers.0._fsdp_wrapped_module."),
     ],
 )
 def test_names_of_models_that_torch_compile_and_ddp_have_wrapped(
     path: str, wrapped: str, base: Path, tmp_path: Path
 ) -> None:
-    """Of the whole or of its layers, before or after peft's wrapper."""
-    made = make_adapter(base, tmp_path / "made", modules_to_save=["norm"])
+    """Of the whole or of its layers, before or after peft's wrapper; patterns have them, too."""
+    own = "model.layers.0.self_attn.q_proj"
+    patterns: dict[str, Any] = {"alpha_pattern": {own: 99}, "rank_pattern": {own: 3}}
+    made = make_adapter(base, tmp_path / "made", modules_to_save=["norm"], **patterns)
     renamed = {name.replace(path, wrapped): x for name, x in tensors_of(made).items()}
     assert renamed.keys() != tensors_of(made).keys()
     config = json.loads((made / ADAPTER).read_text())
+    inside = (PREFIX + own).replace(path, wrapped).partition(PREFIX)[2]
+    config |= {"alpha_pattern": {re.escape(inside): 99}, "rank_pattern": {inside: 3}}
     wanted = loaded(merge(base, tmp_path / "merged", made), [])
     assert_equal(loaded(base, [Adapter.from_tensors(config, renamed)]), wanted)
 
