@@ -243,8 +243,13 @@ def weights(llm: LLM) -> None:
         assert llm.is_sleeping()
         llm.wake_up()
         assert not llm.is_sleeping() and answers()
-    for absent in ABSENT:  # whose errors say what to do instead
-        assert not hasattr(llm, absent)
+    for name in absent(LLM):  # whose errors say what to do instead
+        assert not hasattr(llm, name)
+
+
+def absent(owner: type) -> set[str]:
+    """The names of vLLM that an engine has not, and explains."""
+    return {name for name in dir(owner) if isinstance(getattr(owner, name), Absent)}
 
 
 def closing(llm: LLM) -> None:
@@ -255,7 +260,6 @@ def closing(llm: LLM) -> None:
     assert llm.is_closed
 
 
-ABSENT = {name for name in dir(LLM) if isinstance(getattr(LLM, name), Absent)}
 # Checks of the public methods and properties; `closing` comes last.
 METHODS: dict[Callable[[LLM], None], set[str]] = {
     fields: {"generate"},
@@ -272,7 +276,7 @@ METHODS: dict[Callable[[LLM], None], set[str]] = {
     weights: {
         *("update_weights", "update_weights_ipc", "start_weight_update", "finish_weight_update"),
         *("weight_version", "get_weight_version", "load_adapter", "unload_adapter"),
-        *("sleep", "wake_up", "is_sleeping", *ABSENT),
+        *("sleep", "wake_up", "is_sleeping", *absent(LLM)),
     },
     closing: {"exit", "shutdown"},
 }
@@ -284,7 +288,7 @@ def asynchronous() -> None:
     tried |= {"metrics", "trace", "update_weights", "update_weights_ipc", "start_weight_update"}
     tried |= {"finish_weight_update", "get_weight_version", "load_adapter", "unload_adapter"}
     tried |= {"sleep", "wake_up", "is_sleeping", "render", "chat", "score", "embed"}
-    tried |= {"check_health", "classify", "tokenize"}
+    tried |= {"check_health", "classify", "tokenize", *absent(AsyncLLM)}
     missing = public(AsyncLLM) ^ (tried | {"exit", "shutdown", "is_closed"})
     assert not missing, f"methods of AsyncLLM without a trial: {missing}"
 
@@ -299,6 +303,8 @@ def asynchronous() -> None:
         await llm.finish_weight_update()
         await llm.load_adapter(adapter())
         await llm.unload_adapter()
+        for name in absent(AsyncLLM):
+            assert not hasattr(llm, name)
         if CAN_SLEEP:
             with share_weights(tensors()) as message:
                 await llm.update_weights_ipc(message)
