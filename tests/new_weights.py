@@ -10,7 +10,7 @@ import transformers
 from ranks_in_threads import ThreadedExecutor
 from safetensors.torch import load_file, save_file
 
-from checkpoints import SMALL, copy_checkpoint, greedy
+from checkpoints import SMALL, copy_checkpoint, greedy, make_checkpoint
 from nanovllm import LLM, SamplingParams, share_weights
 from nanovllm.engine import llm_engine
 
@@ -36,6 +36,12 @@ def with_other_values(path: Path, other: Path, *kept: str) -> Path:
     }
     save_file(tensors, file)
     return other
+
+
+def two_checkpoints(directory: Path, **shape: Any) -> tuple[Path, Path]:
+    """Two checkpoints of one shape."""
+    path = make_checkpoint(directory / "old", **shape)
+    return path, with_other_values(path, directory / "new")
 
 
 def reversed_values(tensor: torch.Tensor) -> torch.Tensor:

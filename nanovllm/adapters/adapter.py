@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 from nanovllm.adapters.config import AdapterConfig
 from nanovllm.checkpoint.files import ADAPTER, ADAPTER_WEIGHTS, read_json
+from nanovllm.checkpoint.names import FLOATS
 from nanovllm.tensors.source import TensorSource
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes, as safetensors names them
 # The directory of an adapter, or its configuration and tensors, see `Adapter.from_tensors`.
 Given: TypeAlias = str | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from nanovllm.checkpoint.names import OF_WRAPPERS
 from nanovllm.utils.checks import check_bool, check_float, check_int
 
 T = TypeVar("T", int, float)
@@ -30,13 +31,11 @@ REFUSED = {
     "use_qalora": ("groups of a GPTQ model's columns", NO_MERGE),
     "velora_config": ("tensors for its training alone", BY_PEFT),
 }
-# Methods that learn prompts, or what is put before keys and values, and change no weights.
+# Methods that learn prompts, or prefixes of keys and values, and change no weights.
 OF_PROMPTS = (
     *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING"),
     *("PREFIX_TUNING", "PROMPT_TUNING"),
 )
-# Parts of names, and of patterns of names, in models that torch.compile, FSDP or DDP has wrapped.
-OF_WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|(?<![^.])module)\\?\.")
 # Initialisations that change the base model unless the adapter is converted on saving.
 CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 # Fields whose value makes no difference once an adapter is trained.

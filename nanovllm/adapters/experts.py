@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.adapters.adapter import FLOATS, Adapter, Source
+from nanovllm.adapters.adapter import Adapter, Source
 from nanovllm.adapters.matching import LowRank
+from nanovllm.checkpoint.names import FLOATS
 
 KEPT = 3  # A or B of gate, up and down of a layer
 

@@ -9,9 +9,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from nanovllm.adapters.adapter import FLOATS, Adapter, Source
+from nanovllm.adapters.adapter import Adapter, Source
 from nanovllm.adapters.experts import ChangedExperts, Factors
 from nanovllm.adapters.matching import ENDS, Change, LowRank, is_of_images, match, without_tensors
+from nanovllm.checkpoint.names import FLOATS
 from nanovllm.utils.checks import listed
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Merge:
             raise ValueError(f"adapter {adapter.name}: {error}") from None
 
     def check_finite(self) -> None:
-        """Refuse NaN and infinite values in what is merged.
+        """Refuse NaN and infinite values in the tensors that are merged.
 
         Raises:
             ValueError: naming a tensor that has some.

@@ -22,19 +22,23 @@ CLOSE = 0.9  # one letter in ten differs; with more, columns of data look like p
 
 def parameter_like(name: Any) -> str | None:
     """The sampling parameter that a field of another name may stand for."""
-    plain = str(name).lower().replace("_", "").replace("-", "")
+    plain = _plain(name).replace("-", "")
     return NAMES.get(nearest(plain, NAMES, CLOSE)) if len(plain) > 1 else None
 
 
 def names_images(name: Any) -> bool:
     """Whether a field has a name that stands for pictures elsewhere."""
-    plain = str(name).lower().replace("_", "")
-    return plain in ("image", "images", "imageurl", "imagepath", "imagefile")
+    return _plain(name) in ("image", "images", "imageurl", "imagepath", "imagefile")
 
 
 def names_adapter(name: Any) -> bool:
     """Whether a field has a name that stands for an adapter, here or elsewhere."""
-    return str(name).lower().replace("_", "") in ("adapter", "lorarequest")
+    return _plain(name) in ("adapter", "lorarequest")
+
+
+def _plain(name: Any) -> str:
+    """A field's name without the differences of ways to write it."""
+    return str(name).lower().replace("_", "")
 
 
 def wants_outputs(params: SamplingParams) -> bool:

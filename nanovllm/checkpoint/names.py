@@ -46,6 +46,10 @@ MATRICES = {
 }
 NUMBERED = re.compile(r"(.+)\.(\d+)\.(?:gate_proj|w1)\.\w+")  # a tensor of a numbered expert
 RENAMED = ".block_sparse_moe.", ".mlp."  # Mixtral: in checkpoints, and in transformers 5
+# Parts of names in models that something has wrapped, and what; and in patterns of such names.
+WRAPPERS = {"_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP", "module": "DDP"}
+OF_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|(?<![^.])module)\\?\.")
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes that are no codes, as safetensors names them
 BLOCKS = "_blocks"  # end of the name of a matrix in MXFP4
 SCALE, INVERSE = ".weight_scale", "_inv"  # ends of names of scales
 
@@ -64,6 +68,11 @@ class Wanted(NamedTuple):
     dtypes: tuple[str, ...]
     is_optional: bool = False
     ignores_ones: bool = False
+
+    @property
+    def is_of_codes(self) -> bool:
+        """Whether the tensor has codes of quantised weights."""
+        return not any(dtype in FLOATS for dtype in self.dtypes)
 
     def check(self, name: str, shape: list[int], dtype: str, source: str = "config.json") -> None:
         """Refuse a tensor of another shape or dtype.

@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 from nanovllm.checkpoint.names import (
     EMBEDDING,
+    FLOATS,
     HEAD,
+    OF_WRAPPERS,
     RENAMED,
     TOWER,
+    WRAPPERS,
     Places,
     Wanted,
     has_tower,
@@ -19,8 +22,7 @@ from nanovllm.checkpoint.names import (
 from nanovllm.utils.checks import listed
 
 SOURCE = "the model"
-FLOATS = {"F64", "F32", "F16", "BF16"}  # dtypes of weights that are not codes
-OF_TEXT = (  # what to do with an update of the text model alone
+OF_TEXT = (  # the remedy for an update of the text model alone
     ": pass the checkpoint's own tensors of the part for images, too, or build the engine with "
     "language_model_only=True"
 )
@@ -30,11 +32,6 @@ MERGED = (
     "pass the merged tensors by the base model's names (docs/weights.md has the lines), or the "
     "adapter alone to load_adapter()"
 )
-WRAPPED = {  # parts of names in a wrapped model, and its wrapper
-    "_orig_mod.": "torch.compile",
-    "_fsdp_wrapped_module.": "FSDP",
-    "module.": "DDP",
-}
 OF_CODES = (
     "the checkpoint is quantised: pass tensors of its own format, or build the engine from the "
     'original weights, with quantization="fp8" if they are to be small'
@@ -173,7 +170,7 @@ class Ledger:
         first = pieces[0]
         if first.expert is None and self._expected.has_transposes(first.name, shape, wanted.shape):
             pieces, shape = [first._replace(is_transposed=True)], wanted.shape
-        if dtype in FLOATS and not FLOATS & {*wanted.dtypes}:
+        if dtype in FLOATS and wanted.is_of_codes:
             raise ValueError(f"tensor {name} is {dtype}, but {OF_CODES}")
         wanted.check(name, shape, dtype, SOURCE)
         if any(piece.name in self._come for piece in pieces):
@@ -181,12 +178,11 @@ class Ledger:
         return pieces
 
     def _remedy(self, name: str) -> str:
-        """What to do about a tensor of a name that the model has not."""
+        """The remedy for a tensor whose name the model lacks."""
         if any(part in name for part in OF_PEFT):
             return MERGED
-        for part, wrapper in WRAPPED.items():
-            if f".{part}" in f".{name}":
-                return f"pass state_dict() of the model inside the wrapper ({wrapper})"
+        if found := OF_WRAPPERS.search(name):
+            return f"pass state_dict() of the model inside the wrapper ({WRAPPERS[found[1]]})"
         if self._expected.in_codes(name):
             return OF_CODES
         return BY_NAME

@@ -90,7 +90,7 @@ class WeightUpdates:
         """
         before = self._hold[UPDATE]
         try:
-            self._begin(ledger, BUSY)
+            self._begin(ledger, in_parts=False)
             yield
         except BaseException as error:
             if self._ledger is ledger:  # it has begun, and not failed
@@ -102,16 +102,14 @@ class WeightUpdates:
 
     def start(self) -> None:
         """Begin an update of several calls. One that has begun and not ended is forgotten."""
-        with uninterrupted():
-            self._begin(Ledger(self._memory.expected()), OPEN)
-            self.has_started = True
+        self._begin(Ledger(self._memory.expected()), in_parts=True)
 
-    def _begin(self, ledger: Ledger, reason: str) -> None:
+    def _begin(self, ledger: Ledger, *, in_parts: bool) -> None:
         self._check_ready()
         with uninterrupted():
-            self._hold.add(UPDATE, reason)
+            self._hold.add(UPDATE, OPEN if in_parts else BUSY)
             self._memory.give_up_update()
-            self._ledger = ledger
+            self._ledger, self.has_started = ledger, in_parts
 
     def check_idle(self) -> None:
         """Refuse to change anything inside an update: its tensors may come from the caller's code.

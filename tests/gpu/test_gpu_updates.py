@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from new_weights import results, with_other_values
+from new_weights import results, two_checkpoints, with_other_values
 from safetensors.torch import load_file
 
 from checkpoints import make_checkpoint
@@ -41,8 +41,7 @@ def paths(
 ) -> tuple[Path, Path]:
     """Two checkpoints of one shape."""
     directory = tmp_path_factory.mktemp("updates")
-    path = make_checkpoint(directory / "old", tie_word_embeddings=request.param, **SHAPE)
-    return path, with_other_values(path, directory / "new")
+    return two_checkpoints(directory, tie_word_embeddings=request.param, **SHAPE)
 
 
 def tensors_of(path: Path, device: str) -> dict[str, torch.Tensor]:

@@ -12,10 +12,10 @@ import peft
 import pytest
 import torch
 import transformers
-from new_weights import PARAMS, PROMPTS, results, with_other_values
+from new_weights import PARAMS, PROMPTS, results, two_checkpoints
 from safetensors.torch import load_file
 
-from checkpoints import SMALL, greedy, make_checkpoint
+from checkpoints import SMALL, greedy
 from nanovllm import LLM, AsyncLLM
 from nanovllm.updates.memory import RankMemory
 
@@ -26,9 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two checkpoints of one shape."""
-    directory = tmp_path_factory.mktemp("learners")
-    path = make_checkpoint(directory / "old")
-    return path, with_other_values(path, directory / "new")
+    return two_checkpoints(tmp_path_factory.mktemp("learners"))
 
 
 class Panic(BaseException):

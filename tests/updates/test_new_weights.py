@@ -22,7 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from new_weights import PARAMS, PROMPTS, assert_weights_change, results, with_other_values
+from new_weights import (
+    PARAMS,
+    PROMPTS,
+    assert_weights_change,
+    results,
+    two_checkpoints,
+    with_other_values,
+)
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -40,9 +47,7 @@ OPTIONS = {**SMALL, "num_kvcache_blocks": 64}
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two checkpoints of one shape."""
-    directory = tmp_path_factory.mktemp("weights")
-    path = make_checkpoint(directory / "old")
-    return path, with_other_values(path, directory / "new")
+    return two_checkpoints(tmp_path_factory.mktemp("weights"))
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:

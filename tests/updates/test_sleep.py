@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from new_weights import PROMPTS, results, with_other_values
+from new_weights import PROMPTS, results, two_checkpoints
 from safetensors.torch import load_file
 
 from checkpoints import SMALL, greedy, make_checkpoint, rare, tokens
@@ -26,9 +26,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two checkpoints of one shape, with a tied head."""
-    directory = tmp_path_factory.mktemp("sleep")
-    path = make_checkpoint(directory / "old", tie_word_embeddings=True)
-    return path, with_other_values(path, directory / "new")
+    return two_checkpoints(tmp_path_factory.mktemp("sleep"), tie_word_embeddings=True)
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from nanovllm.checkpoint.names import Wanted
+from nanovllm.checkpoint.names import FLOATS, Wanted
 from nanovllm.distributed.group import Group
 from nanovllm.tensors.source import same_values
 
@@ -67,7 +67,7 @@ class Shard:
     comes_last: ClassVar[bool] = False  # another shard's targets include its own
     is_optional: ClassVar[bool] = False  # the checkpoint may lack it
     ignores_ones: ClassVar[bool] = False  # the checkpoint may lack dimensions of size 1
-    dtypes: ClassVar[tuple[str, ...]] = "F64", "F32", "F16", "BF16"  # as safetensors names them
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
 
     target: torch.Tensor
     parts: tuple[Part, ...]
