@@ -50,7 +50,7 @@ class Block:
     def reset(self) -> None:
         """Forget the content."""
         self.hash = NO_HASH  # of the chain up to here; NO_HASH: cannot be found
-        self.token_ids: list[int] = []
+        self.token_ids: list[int] | None = None
         self.chain_id = ROOT_CHAIN  # of the chain up to here, once computed
         self.parent_chain_id = ROOT_CHAIN
 
@@ -69,19 +69,24 @@ class BlockManager:
         self.block_size, self.window = block_size, window
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
+        self.reset()
+
+    def reset(self) -> None:
+        """All of the pool is free, and nothing is cached, whatever state the books are in.
+
+        The blocks stay the same objects: thousands of new ones, at each update of the weights, had
+        Python search the whole process for cycles every tenth time, which takes 0.1 s.
+        """
+        for block in self.blocks:
+            block.ref_count = 0
+            block.reset()
         # A stack: blocks that have been used are taken before those that never were, so a process
         # on a CPU, where untouched memory costs nothing, stays as small as its sequences allow.
-        self.free_block_ids = list(reversed(range(num_blocks)))
+        self.free_block_ids = list(reversed(range(len(self.blocks))))
         self.cached_block_ids: OrderedDict[int, None] = OrderedDict()  # oldest first
         self.hash_to_block_id: dict[int, int] = {}
         self._computing: dict[int, int] = {}  # hash of a block being computed -> seq_id
         self._last_chain_id = ROOT_CHAIN
-
-    def fresh(self) -> "BlockManager":
-        """A manager of the same pool, all of it free."""
-        return BlockManager(
-            len(self.blocks), self.block_size, self.enable_prefix_caching, self.window
-        )
 
     @property
     def num_blocks(self) -> int:

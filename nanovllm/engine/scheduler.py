@@ -75,10 +75,10 @@ class Scheduler:
         self.images = images or EncoderCache()
         self.lengths = LengthEstimator(max_model_len)
         self.num_preemptions = self.num_failures = 0
-        self._begin(block_manager)
-
-    def _begin(self, block_manager: BlockManager) -> None:
         self.block_manager = block_manager
+        self._begin()
+
+    def _begin(self) -> None:
         # A queue, the preempted first, then in order of arrival. Any of them may be aborted at the
         # cost of one.
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
@@ -89,7 +89,8 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop every request and every cached block, whatever state the books are in."""
-        self._begin(self.block_manager.fresh())
+        self._begin()
+        self.block_manager.reset()
         self.images.forget()
 
     def add(self, seq: Sequence) -> None:
@@ -329,7 +330,8 @@ class Scheduler:
         for seq in self.waiting:
             seq.forget_prompt_logprobs()
         self.images.forget()
-        self.block_manager, self._refused = self.block_manager.fresh(), None
+        self.block_manager.reset()
+        self._refused = None
 
     def advance(self, scheduled: list[ScheduledSequence]) -> None:
         """Count the tokens of a step that has been launched; those it samples are pending."""

@@ -73,11 +73,15 @@ class SnapshotBlockManager(BlockManager):
         unit: int = UNIT,
         distance: int = DISTANCE,
     ) -> None:
-        super().__init__(num_blocks, block_size, enable_prefix_caching=len(rows) > 0)
         self.rows, self.unit = rows, math.lcm(unit, block_size)
         self.distance = distance
         self._blocks_of_unit = self.unit // block_size
-        self._free_rows = list(reversed(rows))
+        self.num_snapshots = self.num_snapshot_hits = self.num_snapshot_tokens = 0
+        super().__init__(num_blocks, block_size, enable_prefix_caching=len(rows) > 0)
+
+    def reset(self) -> None:
+        super().reset()
+        self._free_rows = list(reversed(self.rows))
         self.snapshots: OrderedDict[int, int] = OrderedDict()
         self._saving: dict[int, int] = {}  # sequence ids, by rows that steps on their way write
         # By sequence id; and those of them that will leave snapshots.
@@ -85,16 +89,6 @@ class SnapshotBlockManager(BlockManager):
         self._leaving: dict[int, Holder] = {}
         self._needed: set[int] = set()  # chain ids of snapshots that the first waiting begin at
         self._known: tuple[Sequence | None, int] = None, 0  # of the last look into the cache
-        self.num_snapshots = self.num_snapshot_hits = self.num_snapshot_tokens = 0
-
-    def fresh(self) -> "SnapshotBlockManager":
-        other = SnapshotBlockManager(
-            self.num_blocks, self.block_size, self.rows, self.unit, self.distance
-        )
-        other.num_snapshots = self.num_snapshots
-        other.num_snapshot_hits = self.num_snapshot_hits
-        other.num_snapshot_tokens = self.num_snapshot_tokens
-        return other
 
     # -- prefix cache ---------------------------------------------------------------------------
 

@@ -70,24 +70,22 @@ class SlidingBlockManager(BlockManager):
         whole: BlockKind,
         sliding: BlockKind,
     ) -> None:
-        ratio = max(whole.pages, sliding.pages)
-        self.pages = Pages(num_slabs(num_blocks, (whole, sliding)), ratio, self._forget_page)
-        super().__init__(self.pages.num_pages, block_size, enable_prefix_caching, sliding.window)
-        self.free_block_ids.clear()  # the pages know
         self.whole, self.sliding = whole, sliding
         self.block_pages = whole.pages
-        self.parts = [Part(page) for page in range(self.pages.num_pages)]
-        self.published_parts: dict[int, int] = {}  # ids, by chain id
         self._num_blocks = num_blocks
+        self._num_slabs = num_slabs(num_blocks, (whole, sliding))
+        self._ratio = max(whole.pages, sliding.pages)
+        num_pages = self._num_slabs * self._ratio
+        self.parts = [Part(page) for page in range(num_pages)]
+        super().__init__(num_pages, block_size, enable_prefix_caching, sliding.window)
 
-    def fresh(self) -> "SlidingBlockManager":
-        return SlidingBlockManager(
-            self._num_blocks,
-            self.block_size,
-            self.enable_prefix_caching,
-            self.whole,
-            self.sliding,
-        )
+    def reset(self) -> None:
+        super().reset()
+        self.free_block_ids.clear()  # the pages know
+        self.pages = Pages(self._num_slabs, self._ratio, self._forget_page)
+        self.published_parts: dict[int, int] = {}  # ids, by chain id
+        for part in self.parts:
+            part.ref_count, part.chain_id = 0, ROOT_CHAIN
 
     @property
     def num_blocks(self) -> int:

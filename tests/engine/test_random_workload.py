@@ -61,6 +61,11 @@ def random_request(rng: random.Random, room: int) -> Sequence:
     )
 
 
+def num_cached(manager: BlockManager) -> int:
+    """Number of blocks that prompts can begin with."""
+    return len(manager.hash_to_block_id)
+
+
 class Workload:
     """Requests that come and go at random; counts what happened."""
 
@@ -113,6 +118,20 @@ class Workload:
             check_scheduler(scheduler)
             self.counts["failure"] += 1
 
+    def change_weights(self) -> None:
+        """What has been computed is worth nothing any more."""
+        scheduler, model = self.scheduler, self.loop.model
+        while self.loop.under_way:
+            scheduler.postprocess(*self.loop.under_way.pop(0))
+        cached = num_cached(scheduler.block_manager)
+        scheduler.compute_all_again()
+        check_scheduler(scheduler)
+        assert scheduler.block_manager.num_used_blocks == 0
+        assert num_cached(scheduler.block_manager) == 0
+        model.kv = [-3] * len(model.kv)
+        model.rows = [-5] * len(model.rows)
+        self.counts["change"] += bool(cached)
+
     def finish(self) -> None:
         """Run what is left, then check every output."""
         while not self.scheduler.is_finished():
@@ -161,12 +180,14 @@ def test_random_workload(caching, guess_low, lookahead, mixed):
                 workload.arrive()
             if workload.seqs and rng.random() < 0.02:
                 workload.abort()
+            if rng.random() < 0.01:
+                workload.change_weights()
             workload.step()
         workload.finish()
         total += workload.counts
     print(dict(total))
     assert all(total[name] > 0 for name in ("step", "chunked", "abort", "eos", "preempt")), total
-    assert bool(total["hit"]) == caching
+    assert bool(total["hit"]) == bool(total["change"]) == caching
     assert not mixed or total["mixed"]  # the loop checks that steps are not mixed if they must not
     assert bool(total["drain"]) == bool(lookahead), "preempting waits for the step under way"
 
@@ -194,11 +215,13 @@ def test_random_workload_of_a_model_with_states(lookahead):
                 workload.abort()
             if workload.rng.random() < 0.02:
                 workload.fail()
+            if workload.rng.random() < 0.01:
+                workload.change_weights()
             workload.step()
         workload.finish()
         total += workload.counts
     print(dict(total))
-    names = "chunked", "abort", "preempt", "failure", "hit"
+    names = "chunked", "abort", "preempt", "failure", "hit", "change"
     names += "num_snapshots", "num_snapshot_hits", "num_snapshot_tokens"
     assert all(total[name] > 0 for name in names), total
     # More than there are rows, and some were used again and again.

@@ -4,6 +4,7 @@ The families have the same test in `tests/model`.
 """
 
 import asyncio
+import gc
 import json
 import random
 import subprocess
@@ -131,6 +132,22 @@ def results_after(llm: LLM, path: Path) -> list[Any]:
 
 
 # -- doors -----------------------------------------------------------------------------------------
+
+
+def test_an_update_leaves_no_new_objects(paths: tuple[Path, Path]) -> None:
+    """Else Python soon searches the whole process for cycles, which takes a tenth of a second."""
+    new = tensors_of(paths[1])
+    with LLM(str(paths[0]), **{**OPTIONS, "num_kvcache_blocks": 4096}) as llm:
+        llm.generate(PROMPTS, use_tqdm=False)
+        llm.update_weights(new)
+        gc.collect()
+        gc.freeze()
+        try:
+            llm.update_weights(new)
+            left = len(gc.get_objects())
+        finally:
+            gc.unfreeze()
+        assert left < 100
 
 
 def test_several_calls_and_versions(paths: tuple[Path, Path]) -> None:
