@@ -20,13 +20,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default=TINY, help="directory of a checkpoint, or its name")
     parser.add_argument("--n", type=int, default=16, help="samples of each question (16)")
-    parser.add_argument("--temperature", type=float, default=4.0, help="of sampling (4)")
+    parser.add_argument("--temperature", type=float, default=3.0, help="of sampling (3)")
     args = parser.parse_args()
     pairs = [(100 + 4 * i, 900 - 3 * i) for i in range(200)]
     conversations = [[{"role": "user", "content": f"{a}+{b}="}] for a, b in pairs]
-    params = SamplingParams(
-        temperature=args.temperature, n=args.n, max_tokens=8, logprobs=0, seed=0
-    )
+    params = [  # each question draws by seeds of its own
+        SamplingParams(args.temperature, max_tokens=8, n=args.n, seed=args.n * i, logprobs=0)
+        for i in range(len(pairs))
+    ]
     with LLM(args.model) as llm:
         outputs = llm.chat(conversations, params)  # the samples share their prompt's KV cache
 

@@ -154,7 +154,8 @@ class SamplingParams:
             has the token.
         seed: seed of the draws, which also depend on the position; None: they depend on the
             engine's seed and the place of the request among all. The same seed draws the same
-            tokens, in any batch.
+            tokens, in any batch; requests of one seed whose prompts have one length draw by the
+            same numbers, so give each its own, `n` apart.
         n: number of completions for each prompt; the seed of the i-th is `seed + i`.
         stop: strings that end the text, which then ends before them. One that is a special token
             of the tokenizer ends it there, even if the text leaves it out; one that contains such

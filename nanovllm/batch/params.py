@@ -17,6 +17,10 @@ NAMES = {
     **{"minnewtokens": "min_tokens", "toplogprobs": "logprobs", "randomseed": "seed"},
     **{"repeatpenalty": "repetition_penalty", "numreturnsequences": "n", "dosample": "temperature"},
 }
+ADAPTERS = (  # names of adapters without underscores, ours and those of other libraries
+    *("adapter", "adapters", "adaptername", "adapterpath"),
+    *("lora", "loraadapter", "loraname", "lorapath", "lorarequest"),
+)
 CLOSE = 0.9  # one letter in ten differs; with more, columns of data look like parameters
 
 
@@ -33,7 +37,7 @@ def names_images(name: Any) -> bool:
 
 def names_adapter(name: Any) -> bool:
     """Whether a field has a name that stands for an adapter, here or elsewhere."""
-    return _plain(name) in ("adapter", "lorarequest")
+    return _plain(name) in ADAPTERS
 
 
 def _plain(name: Any) -> str:

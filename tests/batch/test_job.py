@@ -79,10 +79,11 @@ def test_fields_that_look_like_parameters_are_named_once_for_a_job(caplog, monke
 
 def test_fields_that_name_an_adapter_are_warned_of(caplog):
     """They were copied without a word, and all rows had the job's."""
-    rows = [{"prompt": "a", "lora_request": {"path": "x"}, "adapter": "x", "adapted": 1}] * 2
+    names = "lora_request", "adapter", "loraPath"
+    rows = [{"prompt": "a", **dict.fromkeys(names, "x"), "adapted": 1}] * 2
     assert [result.error for result in run(StandIn(), rows)] == [None, None]
     said = "rows have a field `%s`, which has no effect and is copied to the results; a job has one"
-    for message, name in zip(caplog.messages, ("lora_request", "adapter"), strict=True):
+    for message, name in zip(caplog.messages, names, strict=True):
         assert message.startswith(said % name) and "--adapter" in message
 
 

@@ -82,6 +82,15 @@ def embeddings(directory: Path, printed: str, run: Runner) -> None:
     assert words == ["reverse:"] * 4 + ["count fr"] * 4 + ["+="] * 4
 
 
+def best_of_n(directory: Path, printed: str, run: Runner) -> None:
+    """Check that choosing helps: the questions' samples do not err together."""
+    first, commonest, likeliest, at_best = (
+        int(line.split(": ")[1].split()[0]) for line in printed.splitlines()
+    )
+    assert 0.4 < first / 200 < 0.6
+    assert first * 1.5 < min(commonest, likeliest) <= at_best
+
+
 def synthetic_data(directory: Path, printed: str, run: Runner) -> None:
     """Check that all kept answers are right, and that some sampled ones are not."""
     examples = lines(directory / "synthetic.jsonl")
@@ -100,7 +109,7 @@ def nothing_more(directory: Path, printed: str, run: Runner) -> None:
 
 
 CHECKS: dict[str, Callable[[Path, str, Runner], None]] = {
-    "best_of_n": nothing_more,
+    "best_of_n": best_of_n,
     "data_parallel": nothing_more,
     "embeddings": embeddings,
     "extraction": extraction,
