@@ -77,6 +77,9 @@ class Core(ABC, Generic[R]):
     def step(self) -> None:
         """Go on with the requests."""
 
+    def prepare_to_hold(self) -> None:
+        """Wait until `hold` takes no longer than a step."""
+
     @abstractmethod
     def hold(self) -> None:
         """Compute nothing until `release`, and then all requests again from their beginning: their

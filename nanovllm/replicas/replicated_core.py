@@ -104,11 +104,14 @@ class ReplicatedCore(Core[RemoteRequest]):
             if request.listener is not None:
                 request.listener(output)
 
-    def hold(self) -> None:
-        self._drop_left()
+    def prepare_to_hold(self) -> None:
         self._book_all(0.0)
         while self._replicas.are_starting:
             self._book_all(None)
+
+    def hold(self) -> None:
+        self._drop_left()
+        self.prepare_to_hold()
         self._replicas.hold()
         self._book_all(0.0)
         self._tell()

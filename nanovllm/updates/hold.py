@@ -2,11 +2,16 @@
 
 from typing import Protocol, TypeAlias
 
+from nanovllm.threads.interrupts import uninterrupted
+
 Version: TypeAlias = int | str
 
 
 class Holder(Protocol):
     """A core that can be held."""
+
+    def prepare_to_hold(self) -> None:
+        """Wait until `hold` takes no longer than a step."""
 
     def hold(self) -> None:
         """Compute nothing until `release`, and then all requests again from their beginning."""
@@ -39,13 +44,20 @@ class Hold:
         """A reason why the engine cannot compute, for a caller; None if it can."""
         return next(iter(self._reasons.values()), None)
 
+    def prepare(self) -> None:
+        """Wait until `add` takes no longer than a step. Ctrl-C ends that, and changes nothing."""
+        if not self._reasons:
+            self._holder.prepare_to_hold()
+
     def add(self, name: str, reason: str) -> None:
         """Hold the engine for a reason, which replaces another of the same name."""
-        if not self._reasons:
-            self._holder.hold()
-        self._reasons[name] = reason
+        with uninterrupted():
+            if not self._reasons:
+                self._holder.hold()
+            self._reasons[name] = reason
 
     def drop(self, name: str) -> None:
         """Drop a reason; after the last the engine goes on."""
-        if self._reasons.pop(name, None) is not None and not self._reasons:
-            self._holder.release(self.version)
+        with uninterrupted():
+            if self._reasons.pop(name, None) is not None and not self._reasons:
+                self._holder.release(self.version)

@@ -42,6 +42,7 @@ class Sleeping:
 
     def sleep(self, level: int) -> None:
         """Give the memory back; see `LLM.sleep`."""
+        self._hold.prepare()
         for tag, reason in ASLEEP.items():
             self._hold.add(tag, reason)
         if level == 2:

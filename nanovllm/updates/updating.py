@@ -106,6 +106,7 @@ class WeightUpdates:
 
     def _begin(self, ledger: Ledger, *, in_parts: bool) -> None:
         self._check_ready()
+        self._hold.prepare()
         with uninterrupted():
             self._hold.add(UPDATE, OPEN if in_parts else BUSY)
             self._memory.give_up_update()
@@ -127,11 +128,12 @@ class WeightUpdates:
 
     def _end(self, reason: str | None = None) -> None:
         """No update goes on. The engine may, unless there is still a reason."""
-        self._ledger, self.has_started = None, False
-        if reason is None:
-            self._hold.drop(UPDATE)
-        else:
-            self._hold.add(UPDATE, reason)
+        with uninterrupted():
+            self._ledger, self.has_started = None, False
+            if reason is None:
+                self._hold.drop(UPDATE)
+            else:
+                self._hold.add(UPDATE, reason)
 
     def add(self, tensors: Tensors) -> None:
         """Write some of the tensors. What is refused before anything is written changes nothing."""
@@ -206,10 +208,13 @@ class WeightUpdates:
 
     def _fail(self, error: BaseException) -> None:
         if self._ledger is not None:  # not yet
+            how = f"has failed ({type(error).__name__}: {error})"
+            if isinstance(error, (KeyboardInterrupt, GeneratorExit)):  # Ctrl-C in a block or before
+                how = "was interrupted"
             self._end(
-                "the weights are those of two versions, because an update has failed "
-                f"({type(error).__name__}: {error}): update all of them again, or fill them from "
-                "the checkpoint, if they came from one, with unload_adapter()"
+                f"the weights are those of two versions, because an update {how}: update all of "
+                "them again, or fill them from the checkpoint, if they came from one, with "
+                "unload_adapter()"
             )
             self.adapter = NO_ADAPTER
             self._memory.give_up_update()

@@ -118,9 +118,27 @@ class Workload:
             check_scheduler(scheduler)
             self.counts["failure"] += 1
 
+    def crash(self) -> None:
+        """An error leaves the books inconsistent: all unfinished requests are dropped."""
+        scheduler = self.scheduler
+        self.counts["crash"] += scheduler.block_manager.num_used_blocks > 0
+        self.seqs = [seq for seq in self.seqs if seq.is_finished]
+        self.loop.under_way.clear()
+        scheduler.reset()
+        check_scheduler(scheduler)
+        assert scheduler.block_manager.num_used_blocks == 0
+        assert num_cached(scheduler.block_manager) == 0
+        self.spoil()
+
+    def spoil(self) -> None:
+        """Nothing may read what has been computed."""
+        model = self.loop.model
+        model.kv = [-3] * len(model.kv)
+        model.rows = [-5] * len(model.rows)
+
     def change_weights(self) -> None:
         """What has been computed is worth nothing any more."""
-        scheduler, model = self.scheduler, self.loop.model
+        scheduler = self.scheduler
         while self.loop.under_way:
             scheduler.postprocess(*self.loop.under_way.pop(0))
         cached = num_cached(scheduler.block_manager)
@@ -128,8 +146,7 @@ class Workload:
         check_scheduler(scheduler)
         assert scheduler.block_manager.num_used_blocks == 0
         assert num_cached(scheduler.block_manager) == 0
-        model.kv = [-3] * len(model.kv)
-        model.rows = [-5] * len(model.rows)
+        self.spoil()
         self.counts["change"] += bool(cached)
 
     def finish(self) -> None:
@@ -181,12 +198,13 @@ def test_random_workload(caching, guess_low, lookahead, mixed):
             if workload.seqs and rng.random() < 0.02:
                 workload.abort()
             if rng.random() < 0.01:
-                workload.change_weights()
+                rng.choice([workload.change_weights, workload.crash])()
             workload.step()
         workload.finish()
         total += workload.counts
     print(dict(total))
-    assert all(total[name] > 0 for name in ("step", "chunked", "abort", "eos", "preempt")), total
+    names = "step", "chunked", "abort", "eos", "preempt", "crash"
+    assert all(total[name] > 0 for name in names), total
     assert bool(total["hit"]) == bool(total["change"]) == caching
     assert not mixed or total["mixed"]  # the loop checks that steps are not mixed if they must not
     assert bool(total["drain"]) == bool(lookahead), "preempting waits for the step under way"
@@ -216,12 +234,12 @@ def test_random_workload_of_a_model_with_states(lookahead):
             if workload.rng.random() < 0.02:
                 workload.fail()
             if workload.rng.random() < 0.01:
-                workload.change_weights()
+                workload.rng.choice([workload.change_weights, workload.crash])()
             workload.step()
         workload.finish()
         total += workload.counts
     print(dict(total))
-    names = "chunked", "abort", "preempt", "failure", "hit", "change"
+    names = "chunked", "abort", "preempt", "failure", "hit", "change", "crash"
     names += "num_snapshots", "num_snapshot_hits", "num_snapshot_tokens"
     assert all(total[name] > 0 for name in names), total
     # More than there are rows, and some were used again and again.

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from checkpoints import SMALL, greedy
 from nanovllm import LLM, AsyncLLM
+from nanovllm.updates.hold import Hold
 from nanovllm.updates.memory import RankMemory
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64}
@@ -115,6 +116,42 @@ def test_ctrl_c_as_an_update_begins(
             assert results(llm) == before
         llm.update_weights(new)
         assert results(llm) != before
+
+
+def test_ctrl_c_as_an_update_ends(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left an engine that told its caller to wait for a call that had ended."""
+    with LLM(paths[1], **OPTIONS) as fresh:
+        wanted = results(fresh)
+    drop = Hold.drop
+
+    def interrupted(hold: Hold, name: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        drop(hold, name)
+
+    with LLM(paths[0], **OPTIONS) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(Hold, "drop", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.update_weights(load_file(paths[1] / "model.safetensors"))
+        assert llm.weight_version == 1
+        assert results(llm) == wanted
+
+
+def test_ctrl_c_amid_an_update(paths: tuple[Path, Path]) -> None:
+    def tensors() -> Iterator[Any]:
+        yield from [*load_file(paths[1] / "model.safetensors").items()][:3]
+        signal.raise_signal(signal.SIGINT)
+
+    with LLM(paths[0], **OPTIONS) as llm:
+        before = results(llm)
+        with pytest.raises(KeyboardInterrupt):
+            llm.update_weights(tensors())
+        with pytest.raises(RuntimeError, match="an update was interrupted: update all of them"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        llm.unload_adapter()
+        assert results(llm) == before
 
 
 def test_exit_of_the_process_amid_an_update(paths: tuple[Path, Path]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,35 @@ def test_mistakes(paths: tuple[Path, Path]) -> None:
     with LLM(paths[0], **OPTIONS) as llm:
         llm.sleep()
     assert llm.is_closed
+
+
+@pytest.mark.parametrize("options", [{}, rare({"data_parallel_size": 2})])
+@pytest.mark.parametrize("method", ["hold", "release"])
+def test_ctrl_c_as_the_engine_falls_asleep_or_wakes(
+    method: str,
+    options: dict[str, int],
+    paths: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It left replicas that computed nothing, for ever, in an engine that was awake."""
+    with LLM(paths[0], **OPTIONS, **options) as llm:
+        before = results(llm)
+        done = getattr(llm.core, method)
+
+        def interrupted(*args: Any) -> None:
+            if method == "release":
+                signal.raise_signal(signal.SIGINT)
+            done(*args)
+            signal.raise_signal(signal.SIGINT)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.core, method, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.sleep()
+                llm.wake_up()
+        assert llm.is_sleeping() == (method == "hold")
+        llm.wake_up()
+        assert not llm.is_sleeping() and not llm.core.is_held
+        if isinstance(llm.executor, Replicas):
+            assert not llm.executor.are_held, "it would restart none any more"
+        assert results(llm) == before
