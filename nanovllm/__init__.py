@@ -67,6 +67,7 @@ REPLACED = {  # names of vLLM
     "AsyncEngineArgs": "pass its options to AsyncLLM",
     "AsyncLLMEngine": "use AsyncLLM",
     "EngineArgs": "pass its options to LLM",
+    "LoRARequest": "pass the adapter to LLM(model, adapter=path) or load_adapter(path)",
     "PoolingParams": "pass pooling and normalize to embed()",
 }
 LAZY = {

@@ -116,6 +116,10 @@ FOREIGN_ARGUMENTS: Foreign = {
     "tokenization_kwargs": (only(None, {}), "pass token ids as prompts"),
     **{f.name: (only(), f"pass SamplingParams({f.name}=...)") for f in fields(SamplingParams)},
 }
+FOREIGN_RESET: Foreign = {
+    "reset_running_requests": (only(False), "finish requests first, or call abort_all()"),
+    "reset_connector": (only(False), "leave it out: the cache is on the device alone"),
+}
 
 
 class Options(TypedDict, total=False):

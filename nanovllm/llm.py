@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from nanovllm.arrivals.image_prompts import make_image_prompts, read_own_processor
 from nanovllm.arrivals.waiting_core import Make, WaitingCore
-from nanovllm.config import FOREIGN_ARGUMENTS
+from nanovllm.config import FOREIGN_ARGUMENTS, FOREIGN_RESET
 from nanovllm.engine.assembly import AnyExecutor, Parts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.images.preparation import BESIDE, MAX_BYTES, MAX_THREADS, Preparation
@@ -384,6 +384,7 @@ class LLM(Updatable, LLMEngine):
 
     # -- between and around calls ---------------------------------------------------------------
 
+    @takes_foreign(FOREIGN_RESET)
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, so that the next run computes every prompt.
 

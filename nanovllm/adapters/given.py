@@ -12,6 +12,7 @@ from nanovllm.checkpoint.hub import checkpoint_name
 from nanovllm.tensors.source import check_plain
 
 IN_MEMORY = "in memory"
+OF_PEFT = "pass (model.peft_config['default'], peft.get_peft_model_state_dict(model))"
 PATHS = (str, os.PathLike)
 # The directory of an adapter or its name on the hub, or its configuration and tensors.
 AnyAdapter: TypeAlias = str | os.PathLike[str] | tuple[Any, Mapping[str, torch.Tensor]]
@@ -47,15 +48,21 @@ def _read(adapter: Any) -> tuple[Given, str]:
         return directory, checkpoint_name(directory)
     if not isinstance(adapter, tuple) or len(adapter) != 2:
         found = f"{len(adapter)} values" if isinstance(adapter, tuple) else type(adapter).__name__
+        is_of_peft = isinstance(adapter, Mapping) or hasattr(adapter, "peft_config")
         raise TypeError(
             "`adapter` must be a directory, a name on the hub, a pair of a configuration and "
-            f"tensors, or a list of these, got {found}"
+            f"tensors, or a list of these, got {found}{f': {OF_PEFT}' if is_of_peft else ''}"
         )
     config, tensors = adapter
     return (_configuration(config), _tensors(tensors)), IN_MEMORY
 
 
 def _configuration(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping) and any(hasattr(each, "peft_type") for each in config.values()):
+        names = ", ".join(map(repr, config))
+        raise TypeError(
+            f"the configuration of `adapter` must be one, got a dictionary of {names}: {OF_PEFT}"
+        )
     found = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(found, Mapping):
         raise TypeError(

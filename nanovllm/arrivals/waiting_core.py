@@ -244,6 +244,9 @@ class WaitingCore(Core[Any]):
         self._preparation.close()
         self._core.reset()
 
+    def prepare_to_hold(self) -> None:
+        self._core.prepare_to_hold()
+
     def hold(self) -> None:
         """Compute nothing until `release`. Images are prepared meanwhile."""
         self._drop_left()

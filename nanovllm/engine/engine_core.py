@@ -16,6 +16,7 @@ from nanovllm.engine.core import Core
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import InFlightStep, ScheduledSequence, Sequence
 from nanovllm.requests.request import Request
+from nanovllm.threads.interrupts import uninterrupted
 from nanovllm.tracing.metrics import Latencies
 from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
 
@@ -174,13 +175,14 @@ class EngineCore(Core[Request]):
 
     def reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
-        dropped = list(self.requests.values())
-        super().reset()
-        self.in_flight.clear()
-        self._launching = False
-        self._scheduler.reset()
-        if self.timeline is not None:
-            self.timeline.drop(dropped)
+        with uninterrupted():  # blocks and their index must not be of two times
+            dropped = list(self.requests.values())
+            super().reset()
+            self.in_flight.clear()
+            self._launching = False
+            self._scheduler.reset()
+            if self.timeline is not None:
+                self.timeline.drop(dropped)
 
     def record(
         self, write: Write, facts: dict[str, Any], process: Process = ENGINE

@@ -2,23 +2,56 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any, TypeAlias
+
+Handler: TypeAlias = Callable[[int, FrameType | None], Any]
+
+PATIENCE = 3.0  # seconds after Ctrl-C that is held back
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block, which must not end half done."""
+    """Hold Ctrl-C back until the end of the block, which must not end half done.
+
+    Another Ctrl-C, `PATIENCE` later, does end it: what it waits for hangs.
+    """
     handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield  # no Python handler would run in here
+    in_main = threading.current_thread() is threading.main_thread()
+    if not callable(handler) or isinstance(handler, _HoldBack) or not in_main:
+        yield  # no Python handler would run in here, or a block around this one holds it back
         return
-    held: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *args: held.append(args))
+    hold_back = _HoldBack(handler)
+    signal.signal(signal.SIGINT, hold_back)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if held:
-        handler(*held[0])
+    if hold_back.first is not None:
+        handler(*hold_back.first)
+
+
+@dataclass
+class _HoldBack:
+    """A handler of signals that holds them back.
+
+    Attributes:
+        handler: handler that they are for.
+        first: arguments of the first one.
+        came_at: time at which it came.
+    """
+
+    handler: Handler
+    first: tuple[int, FrameType | None] | None = None
+    came_at: float = 0.0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Keep the first; pass one on that comes much later."""
+        if self.first is None:
+            self.first, self.came_at = (number, frame), time.monotonic()
+        elif time.monotonic() - self.came_at >= PATIENCE:
+            self.handler(number, frame)

@@ -54,6 +54,8 @@ class NamesOfVllm:
     remove_lora = Absent("unload_adapter() fills the weights from the checkpoint again")
     list_loras = Absent('metrics()["adapter"] names the adapters that the weights have')
     collective_rpc = Absent("update_weights(), sleep() and wake_up() reach all ranks")
+    apply_model = Absent("update_weights() and load_adapter() change the model on all ranks")
+    model_executor = Absent("update_weights() takes a learner's tensors, for all ranks")
     pause_generation = Absent(
         "update_weights() and sleep() let the engine finish its step; start_weight_update() has it "
         "compute nothing until finish_weight_update()"
@@ -98,7 +100,7 @@ class Updatable(NamesOfVllm, ABC):
                 GPU. Weights that are quantised while they are loaded are so here, too; those of a
                 quantised checkpoint are replaced by tensors of the same format. A tied LM head may
                 come or not.
-            version: version of the new weights, a number or a string; None: the next number, one
+            version: version of the new weights, an integer or a string; None: the next number, one
                 more than the largest so far. Updates with versions of their own, and adapters that
                 are loaded or unloaded, take a number, too.
 

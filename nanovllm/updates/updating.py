@@ -29,7 +29,8 @@ BUSY = (
 )
 LOST = (
     "the weights have been dropped by sleep(level=2): bring new ones, all of them, with "
-    "update_weights(), or fill them from the checkpoint with load_adapter() or unload_adapter()"
+    "update_weights(), or, if they came from a checkpoint, fill them from it with load_adapter() "
+    "or unload_adapter()"
 )
 
 
@@ -211,13 +212,14 @@ class WeightUpdates:
             how = f"has failed ({type(error).__name__}: {error})"
             if isinstance(error, (KeyboardInterrupt, GeneratorExit)):  # Ctrl-C in a block or before
                 how = "was interrupted"
-            self._end(
-                f"the weights are those of two versions, because an update {how}: update all of "
-                "them again, or fill them from the checkpoint, if they came from one, with "
-                "unload_adapter()"
-            )
-            self.adapter = NO_ADAPTER
-            self._memory.give_up_update()
+            with uninterrupted():
+                self._end(
+                    f"the weights are those of two versions, because an update {how}: update all "
+                    "of them again, or fill them from the checkpoint, if they came from one, with "
+                    "unload_adapter()"
+                )
+                self.adapter = NO_ADAPTER
+                self._memory.give_up_update()
 
 
 def _read_version(version: object) -> Version | None:
@@ -225,7 +227,7 @@ def _read_version(version: object) -> Version | None:
     if version is None or isinstance(version, str):
         return version
     if isinstance(version, bool) or not isinstance(version, numbers.Integral):
-        raise TypeError(f"`version` must be a number or a string, got {version!r}")
+        raise TypeError(f"`version` must be an integer or a string, got {version!r}")
     return int(version)
 
 

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 from new_weights import results
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from peft_adapters import make_adapter, tensors_of
+from transformers import AutoModelForCausalLM
 
 from checkpoints import SMALL, copy_checkpoint, make_checkpoint, rare
 from nanovllm import LLM
 from nanovllm.checkpoint.files import ADAPTER
 from nanovllm.layers.weights import onednn
 from nanovllm.updates import weights
+
+OF_PEFT = r"pass \(model.peft_config\['default'\], peft.get_peft_model_state_dict\(model\)\)$"
 
 OPTIONS: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 64}
 
@@ -75,6 +78,7 @@ def test_what_cannot_be_merged_leaves_the_engine_as_it_is(
     tensors = tensors_of(a)
     name = next(iter(tensors))
     half = {key: tensor for key, tensor in tensors.items() if key != name}
+    peft_model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), a)
     with LLM(base, adapter=a, **OPTIONS) as llm:
         before = results(llm)
         for given, error in (
@@ -96,6 +100,9 @@ def test_what_cannot_be_merged_leaves_the_engine_as_it_is(
             ((1, tensors), "must be a LoraConfig, or the object in adapter_config.json, got int"),
             ((config, [*tensors.items()]), "must be a dictionary, as .* returns it, got list"),
             ((config, {"a": 1}), "must be torch.Tensors by their names, got 'a': int"),
+            (tensors, rf"got dict: {OF_PEFT}"),
+            (peft_model, rf"got PeftModelForCausalLM: {OF_PEFT}"),
+            ((peft_model.peft_config, tensors), rf"a dictionary of 'default': {OF_PEFT}"),
         ):
             with pytest.raises(TypeError, match=error):
                 llm.load_adapter(wrong)

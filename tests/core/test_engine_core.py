@@ -8,8 +8,11 @@ import pytest
 from host import FakeModel, make_scheduler, make_seq, reference
 from invariants import check_scheduler
 
+from nanovllm.arrivals.waiting_core import WaitingCore
+from nanovllm.engine.core import Core
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.sequence import ScheduledSequence, Sequence
+from nanovllm.replicas.replicated_core import ReplicatedCore
 from nanovllm.requests.request import Request
 
 
@@ -265,3 +268,15 @@ def test_an_abort_looks_at_few_sequences(
     monkeypatch.setattr("host.Sequence", Watched)
     few, many = looks_per_abort(50), looks_per_abort(2000)
     assert 0 < many < 1.5 * few
+
+
+def test_a_core_around_a_core_passes_all_on():
+    """Ctrl-C did not end the wait for a replica that starts, if the model sees."""
+    methods = {
+        name
+        for core in (EngineCore, ReplicatedCore)
+        for name in vars(core).keys() & set(dir(Core))
+        if not name.startswith("__")
+    }
+    assert "prepare_to_hold" in methods
+    assert methods <= vars(WaitingCore).keys()

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from nanovllm.threads import interrupts
 from nanovllm.threads.interrupts import uninterrupted
 
 
@@ -23,6 +24,28 @@ def test_ctrl_c_waits_for_the_end_of_the_block() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupt()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_block_that_hangs_ends_by_another_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "PATIENCE", 0.0)
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        interrupt()
+        done.append("held back")
+        with uninterrupted():
+            interrupt()
+            done.append("for ever")
+    assert done == ["held back"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_block_inside_another_holds_back_to_the_end_of_both() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        with uninterrupted():
+            interrupt()
+        done.append("the rest")
+    assert done == ["the rest"]
 
 
 def test_without_ctrl_c_nothing_happens() -> None:

@@ -1,7 +1,9 @@
 """The engine under faults, in threads, beside others, and at its end."""
 
 import gc
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,7 +11,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from invariants import check_scheduler
+from invariants import check_blocks, check_scheduler
 from safetensors.torch import load_file
 
 from checkpoints import (
@@ -32,6 +34,7 @@ from checkpoints import (
 from faults import DEADLINE, FAULT_POINTS, fail_at, wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
+from nanovllm.engine.block_manager import Block
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.requests.request import Request
 
@@ -64,6 +67,26 @@ def test_generate_leaves_nothing_behind(point, k, after, error, llm, checkpoint,
         with pytest.raises(type(error)):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert len(calls) == k
+    assert_usable(llm, checkpoint)
+
+
+def test_ctrl_c_amid_a_reset_of_the_cache(llm, checkpoint, monkeypatch):
+    """Blocks and their index were of two times, and a prompt began with another's blocks."""
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    with monkeypatch.context() as patch:
+        num_reset = itertools.count()
+        reset = Block.reset
+
+        def interrupted(block):
+            reset(block)
+            if next(num_reset) == len(llm.scheduler.block_manager.blocks) // 2:
+                signal.raise_signal(signal.SIGINT)
+
+        patch.setattr(Block, "reset", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.reset_prefix_cache()
+        assert next(num_reset) == len(llm.scheduler.block_manager.blocks)
+    check_blocks(llm.scheduler.block_manager, [])
     assert_usable(llm, checkpoint)
 
 

@@ -275,13 +275,20 @@ def test_values_of_vllm_that_ask_for_nothing(name, nothing, something, hint):
         setattr(SamplingParams(), name, nothing[0])
 
 
-@pytest.mark.parametrize("name", ["GuidedDecodingParams", "RequestOutputKind", "EngineArgs"])
+CLASSES_OF_VLLM = {  # where its replacement is, and what that is
+    "EngineArgs": ("nanovllm", "LLM"),
+    "GuidedDecodingParams": ("nanovllm.sampling_params", "StructuredOutputsParams"),
+    "LoRARequest": ("nanovllm", "adapter=path"),
+    "RequestOutputKind": ("nanovllm.sampling_params", "stream"),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES_OF_VLLM)
 def test_classes_of_vllm_say_what_replaces_them(name):
     """An AttributeError's words would be lost: Python puts its own in their place."""
-    module = "nanovllm" if name == "EngineArgs" else "nanovllm.sampling_params"
-    replaced = {"GuidedDecodingParams": "StructuredOutputsParams", "EngineArgs": "LLM"}
+    module, replacement = CLASSES_OF_VLLM[name]
     for source in {"nanovllm", module}:
-        with pytest.raises(ImportError, match=f"`{name}`: .*{replaced.get(name, 'stream')}"):
+        with pytest.raises(ImportError, match=f"`{name}`: .*{replacement}"):
             exec(f"from {source} import {name}")
         assert not hasattr(importlib.import_module(source), f"{name}s")
         with pytest.raises(ImportError, match=f"cannot import name '{name}s'"):

@@ -31,6 +31,8 @@ from new_weights import (
     two_checkpoints,
     with_other_values,
 )
+from peft_adapters import make_adapter
+from ranks_in_threads import ThreadedExecutor
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -39,6 +41,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpoints import SMALL, greedy, make_checkpoint, rare, tokens
 from nanovllm import LLM, AsyncLLM, SamplingParams, share_weights
+from nanovllm.engine import llm_engine
 from nanovllm.layers.weights import onednn
 from nanovllm.updates import parcel
 
@@ -118,6 +121,28 @@ def test_codes_in_4_bits(way: str, tmp_path: Path) -> None:
     path, _ = int4_checkpoints.checkpoints(tmp_path, way)
     assert_weights_change(path, with_other_values(path, tmp_path / "other", "g_idx", "shape"))
     assert_plain_weights_are_refused(path, "model.layers.0.mlp.down_proj.weight")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_that_contradict_the_model_are_found_as_they_come(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm_engine, "Executor", ThreadedExecutor)
+    path, _ = int4_checkpoints.checkpoints(tmp_path, "gptq")
+    tensors = tensors_of(path)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    wrong = {**tensors, name: tensors[name] + 1}
+    with LLM(path, **OPTIONS, tensor_parallel_size=size) as llm:
+        before = results(llm)
+        for given in (wrong, iter(wrong.items())):
+            with pytest.raises(ValueError, match=f"{name} has values other than 0"):
+                llm.update_weights(given)
+            if given is wrong:
+                assert results(llm) == before
+        with pytest.raises(RuntimeError, match="has values other than 0"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        llm.update_weights(iter(tensors.items()))
+        assert results(llm) == before
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, rare({"data_parallel_size": 2})])
@@ -470,7 +495,7 @@ def test_what_is_wrong_is_named_before_anything_is_written(paths: tuple[Path, Pa
                 llm.update_weights(tensors)
         with pytest.raises(TypeError, match=r"pass model.state_dict\(\)"):
             llm.update_weights(torch.nn.Sequential())
-        with pytest.raises(TypeError, match=r"`version` must be a number or a string, got 0\.5"):
+        with pytest.raises(TypeError, match=r"`version` must be an integer or a string, got 0\.5"):
             llm.update_weights(new, version=0.5)
         assert results(llm) == before
         llm.add_request(PROMPTS[0])
@@ -739,9 +764,17 @@ def test_versions_and_names_of_vllm(paths: tuple[Path, Path]) -> None:
             ),
             (lambda: llm.update_weights(new, weight_version="a"), "pass it as `version`"),
             (lambda: llm.finish_weight_update(version="a"), "pass it as `weight_version`"),
+            (
+                lambda: llm.reset_prefix_cache(reset_running_requests=True),
+                r"finish requests first, or call abort_all\(\)",
+            ),
         ):
             with pytest.raises(TypeError, match=rf"^\w+\(\) has no option `\w+`; .*{error}$"):
                 use()
+        for name in ("apply_model", "model_executor", "collective_rpc"):
+            with pytest.raises(AttributeError, match=rf"has no `{name}`: update_weights\(\)"):
+                getattr(llm.llm_engine, name)
+        llm.reset_prefix_cache(reset_running_requests=False)
         llm.update_weights(new, version=np.int64(3))
         assert type(llm.weight_version) is int and llm.weight_version == 3
         for counted in (4, 5):  # no number twice
@@ -753,7 +786,7 @@ def test_versions_and_names_of_vllm(paths: tuple[Path, Path]) -> None:
         assert llm.weight_version == 8
         llm.unload_adapter()
         assert llm.weight_version == 9
-        with pytest.raises(TypeError, match="`version` must be a number or a string, got True"):
+        with pytest.raises(TypeError, match="`version` must be an integer or a string, got True"):
             llm.update_weights(new, version=True)
 
 
@@ -850,14 +883,29 @@ def test_a_tied_head_in_another_call_than_its_embedding(tmp_path: Path) -> None:
         assert results(llm) == wanted
 
 
+@pytest.mark.parametrize("way", ["in this process", rare("by IPC"), rare("an adapter")])
 def test_a_replica_that_dies_does_not_come_back_with_old_weights(
-    paths: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+    way: str, paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = PROMPTS * 8
-    with LLM(paths[1], **OPTIONS) as fresh:
+    adapter = str(make_adapter(paths[0], tmp_path / "adapter", r=4))
+
+    def change(llm: LLM) -> None:
+        if way == "an adapter":
+            llm.load_adapter(adapter)
+        elif way == "by IPC":
+            with share_weights(tensors_of(paths[1])) as message:
+                llm.update_weights_ipc(message)
+        else:
+            llm.update_weights(tensors_of(paths[1]))
+
+    with LLM(paths[0], **OPTIONS) as fresh:
+        before = tokens(fresh.generate(prompts, greedy(20), use_tqdm=False))
+        change(fresh)
         wanted = tokens(fresh.generate(prompts, greedy(20), use_tqdm=False))
+        assert wanted != before
     with LLM(paths[0], data_parallel_size=2, **OPTIONS) as llm:
-        llm.update_weights(tensors_of(paths[1]))
+        change(llm)
         processes = [replica.process for replica in llm.executor._replicas.values()]
         ids = [llm.add_request(prompt, greedy(20)) for prompt in prompts]
         llm.step()

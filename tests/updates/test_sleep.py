@@ -292,3 +292,40 @@ def test_ctrl_c_as_the_engine_falls_asleep_or_wakes(
         if isinstance(llm.executor, Replicas):
             assert not llm.executor.are_held, "it would restart none any more"
         assert results(llm) == before
+
+
+@pytest.mark.parametrize("use", ["sleep", "start_weight_update", "update_weights"])
+def test_ctrl_c_ends_the_wait_for_a_replica_that_starts(
+    use: str, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is held yet: starts take long."""
+    with LLM(paths[0], **OPTIONS) as llm:
+        before = results(llm)
+        reached = []
+
+        def starts() -> None:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("the end of the wait")
+
+        args = [tensors_of(paths[1])] if use == "update_weights" else []
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.core, "prepare_to_hold", starts)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(llm, use)(*args)
+        assert not reached and not llm.core.is_held and not llm.is_sleeping()
+        llm.reset_prefix_cache()
+        assert results(llm) == before
+
+
+def test_a_refused_update_does_not_bring_lost_weights_back(paths: tuple[Path, Path]) -> None:
+    with LLM(paths[0], **OPTIONS) as llm:
+        before = results(llm)
+        llm.sleep(level=2)
+        llm.wake_up()
+        for tensors in ({"x": torch.empty(1)}, iter([("x", torch.empty(1))])):
+            with pytest.raises(ValueError, match="the model has no tensor x"):
+                llm.update_weights(tensors)
+            with pytest.raises(RuntimeError, match="have been dropped by sleep"):
+                llm.generate(PROMPTS, greedy(2), use_tqdm=False)
+        llm.unload_adapter()
+        assert results(llm) == before
