@@ -29,7 +29,7 @@ from nanovllm.openai import asks
 from nanovllm.openai.bodies import Fields
 from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, Mistake, RequestOutput
 from nanovllm.sampling.structured_output import GrammarCompiler
-from nanovllm.serve import guard
+from nanovllm.serve import guard, served
 from nanovllm.serve.errors import DEAD, RefusedError, raise_error
 from nanovllm.serve.metrics import COUNTERS, GAUGES, ServerMetrics
 from nanovllm.serve.served import Waiting
@@ -231,13 +231,20 @@ def test_merged_items_are_those_of_the_generators():
 
 def test_too_many_that_wait_are_refused(monkeypatch):
     """At once, with the time after which to come again. One that has its first token waits not."""
+    admitted, hold = set(), served.Place.hold
+
+    def noted(place, count):
+        hold(place, count)
+        admitted.add(place)
+
+    monkeypatch.setattr(served.Place, "hold", noted)
     with serving(max_waiting=2, overlap=False) as place, ThreadPoolExecutor(3) as pool:
         steps = Steps(monkeypatch)
         body = {"messages": ASK, "max_tokens": 3, "temperature": 0}
         first = pool.submit(place.post, CHAT, body)
         steps.wait()
         second = pool.submit(place.post, CHAT, {**body, "stream": True})
-        wait_until(lambda: place.app.num_open == 2)
+        wait_until(lambda: len(admitted) == 2)
         refused = place.post(CHAT, body)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "RateLimitError"
