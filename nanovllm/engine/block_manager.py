@@ -72,7 +72,7 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """All of the pool is free, and nothing is cached, whatever state the books are in.
+        """Free all blocks and empty the prefix cache, in any state of the books.
 
         The blocks stay the same objects: thousands of new ones, at each update of the weights, had
         Python search the whole process for cycles every tenth time, which takes 0.1 s.

@@ -88,7 +88,7 @@ class Scheduler:
         self._free_slots = list(range(1, self.max_num_seqs + 1))  # 0 is for padding
 
     def reset(self) -> None:
-        """Drop every request and every cached block, whatever state the books are in."""
+        """Drop every request and every cached block, in any state of the books."""
         self._begin()
         self.block_manager.reset()
         self.images.forget()

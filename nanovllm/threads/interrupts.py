@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 
 Handler: TypeAlias = Callable[[int, FrameType | None], Any]
 
-PATIENCE = 3.0  # seconds after Ctrl-C that is held back
+PATIENCE = 3.0  # seconds between a Ctrl-C that is held back and the next that is not
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back until the end of the block, which must not end half done.
 
-    Another Ctrl-C, `PATIENCE` later, does end it: what it waits for hangs.
+    A second Ctrl-C, at least `PATIENCE` later, ends a hanging block.
     """
     handler = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()
@@ -41,8 +41,8 @@ class _HoldBack:
 
     Attributes:
         handler: handler that they are for.
-        first: arguments of the first one.
-        came_at: time at which it came.
+        first: arguments of the first signal.
+        came_at: time of its arrival, by `time.monotonic`.
     """
 
     handler: Handler
@@ -50,7 +50,7 @@ class _HoldBack:
     came_at: float = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Keep the first; pass one on that comes much later."""
+        """Keep the first signal; pass a late one on."""
         if self.first is None:
             self.first, self.came_at = (number, frame), time.monotonic()
         elif time.monotonic() - self.came_at >= PATIENCE:

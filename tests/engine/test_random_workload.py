@@ -125,28 +125,25 @@ class Workload:
         self.seqs = [seq for seq in self.seqs if seq.is_finished]
         self.loop.under_way.clear()
         scheduler.reset()
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Verify that the books are empty, and spoil the KV and the states: nobody reads them."""
+        scheduler, model = self.scheduler, self.loop.model
         check_scheduler(scheduler)
         assert scheduler.block_manager.num_used_blocks == 0
         assert num_cached(scheduler.block_manager) == 0
-        self.spoil()
-
-    def spoil(self) -> None:
-        """Nothing may read what has been computed."""
-        model = self.loop.model
         model.kv = [-3] * len(model.kv)
         model.rows = [-5] * len(model.rows)
 
     def change_weights(self) -> None:
-        """What has been computed is worth nothing any more."""
+        """All KV and states are of old weights."""
         scheduler = self.scheduler
         while self.loop.under_way:
             scheduler.postprocess(*self.loop.under_way.pop(0))
         cached = num_cached(scheduler.block_manager)
         scheduler.compute_all_again()
-        check_scheduler(scheduler)
-        assert scheduler.block_manager.num_used_blocks == 0
-        assert num_cached(scheduler.block_manager) == 0
-        self.spoil()
+        self.begin_again()
         self.counts["change"] += bool(cached)
 
     def finish(self) -> None:
